@@ -1,0 +1,120 @@
+"""One trajectory: prompt and response tokens with every per-token column kept aligned."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+
+class SampleStatus(str, Enum):
+    """Where a sample stands. Only COMPLETED and TRUNCATED samples may be trained on."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+TRAINABLE_STATUSES = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
+
+
+@dataclass(slots=True)
+class Sample:
+    """A prompt and what was generated for it.
+
+    `tokens` holds prompt then response; the last `response_length` of them are the response. `loss_mask` (1 = an action
+    of the policy, 0 = an observation) and `rollout_log_probs` (log-probability under the policy that sampled, 0.0 for
+    observations) have one entry per response token. `weight_versions` lists the versions of the weights that generated,
+    in order of first use.
+    """
+
+    index: int
+    group_index: int
+    rollout_id: int
+    prompt: str
+    tokens: list[int]
+    response_length: int = 0
+    response: str = ""
+    label: Any = None
+    reward: float | None = None
+    loss_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)
+    status: SampleStatus = SampleStatus.PENDING
+    weight_versions: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.tokens) - self.response_length
+
+    @property
+    def response_tokens(self) -> list[int]:
+        """The response's token ids."""
+        return self.tokens[self.prompt_length :]
+
+    def append_response_tokens(
+        self, tokens: Sequence[int], *, log_probs: Sequence[float] | None = None, trainable: bool = True
+    ) -> None:
+        """Append tokens to the response together with all their per-token columns, or raise and change nothing.
+
+        Trainable tokens (actions) need the sampling policy's log-probabilities. Observations have none.
+
+        Raises:
+            ValueError: lengths differ, a log-probability is missing or not finite, a token id is not an integer >= 0.
+        """
+        where = f"sample {self.index}"
+        if trainable and log_probs is None:
+            raise ValueError(f"{where}: trainable tokens need log_probs, one for each of {len(tokens)} tokens")
+        if not trainable and log_probs is not None:
+            raise ValueError(f"{where}: observation tokens (trainable=False) take no log_probs")
+        if log_probs is not None and len(log_probs) != len(tokens):
+            raise ValueError(f"{where}: {len(tokens)} tokens came with {len(log_probs)} log_probs")
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"{where}: token ids must be integers >= 0, got {token!r}")
+        if log_probs is not None:
+            for position, log_prob in enumerate(log_probs):
+                if not math.isfinite(log_prob):
+                    raise ValueError(f"{where}: log_probs[{position}] is {log_prob}, expected a finite number")
+        self.tokens.extend(tokens)
+        self.loss_mask.extend([int(trainable)] * len(tokens))
+        self.rollout_log_probs.extend([0.0] * len(tokens) if log_probs is None else [float(x) for x in log_probs])
+        self.response_length += len(tokens)
+
+    def check_aligned(self) -> None:
+        """Raise ValueError unless the per-token columns agree with `response_length`."""
+        for name in ("loss_mask", "rollout_log_probs"):
+            length = len(getattr(self, name))
+            if length != self.response_length:
+                raise ValueError(
+                    f"sample {self.index}: {name} has {length} entries, response_length is {self.response_length}"
+                )
+        if not 0 <= self.response_length <= len(self.tokens):
+            raise ValueError(
+                f"sample {self.index}: response_length {self.response_length} does not fit {len(self.tokens)} tokens"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe dictionary; `from_dict` gives the sample back."""
+        return {**asdict(self), "status": self.status.value}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Sample":
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: unknown or missing fields, unknown status, misaligned columns.
+        """
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise ValueError(f"sample has unknown fields: {', '.join(unknown)}")
+        if missing := [
+            name for name in ("index", "group_index", "rollout_id", "prompt", "tokens") if name not in data
+        ]:
+            raise ValueError(f"sample misses fields: {', '.join(missing)}")
+        sample = cls(**{**data, "status": SampleStatus(data.get("status", SampleStatus.PENDING.value))})
+        sample.check_aligned()
+        return sample
