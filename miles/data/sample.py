@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """Where a sample stands. Only COMPLETED and TRUNCATED samples may be trained on."""
 
     PENDING = "pending"
@@ -24,10 +24,10 @@ TRAINABLE_STATUSES = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 class Sample:
     """A prompt and what was generated for it.
 
-    `tokens` holds prompt then response; the last `response_length` of them are the response. `loss_mask` (1 = an action
-    of the policy, 0 = an observation) and `rollout_log_probs` (log-probability under the policy that sampled, 0.0 for
-    observations) have one entry per response token. `weight_versions` lists the versions of the weights that generated,
-    in order of first use.
+    `tokens` holds prompt then response; the last `response_length` of them are the response. `loss_mask` (1 = an
+    action of the policy, 0 = an observation) and `rollout_log_probs` (log-probability under the policy that sampled,
+    0.0 for observations) have one entry per response token. `weight_versions` lists the versions of the weights that
+    generated, in order of first use.
     """
 
     index: int

@@ -12,6 +12,8 @@ import numpy as np
 
 Schedule = list[list[list[int]]]
 
+_BALANCED = 1.001  # heaviest part over mean below which no row is swapped any more
+
 
 def row_costs(lengths: Sequence[int], *, hidden_size: int) -> np.ndarray:
     """Relative training FLOPs of rows of `lengths` tokens, float64 [N], in units of one token's dense layers.
@@ -105,10 +107,19 @@ def balanced_partition(costs: np.ndarray, *, num_parts: int, max_swaps: int = 20
     for _ in range(max_swaps):
         heavy, light = int(load_P.argmax()), int(load_P.argmin())
         gap = load_P[heavy] - load_P[light]
-        difference = costs[parts[heavy]][:, None] - costs[parts[light]][None, :]
-        best = int(np.abs(difference - gap / 2).argmin())
-        i, j = divmod(best, difference.shape[1])
-        moved = difference[i, j]
+        if load_P[heavy] <= _BALANCED * load_P.mean():
+            break
+        # of all pairs, the one whose exchange comes closest to halving the gap
+        light_costs = costs[parts[light]]
+        by_cost = np.argsort(light_costs, kind="stable")
+        wanted = costs[parts[heavy]] - gap / 2
+        above = np.searchsorted(light_costs[by_cost], wanted)
+        last = len(by_cost) - 1
+        candidates = by_cost[np.stack([(above - 1).clip(0, last), above.clip(0, last)])]
+        miss = np.abs(light_costs[candidates] - wanted)
+        side, i = divmod(int(miss.argmin()), len(wanted))
+        j = int(candidates[side, i])
+        moved = costs[parts[heavy][i]] - light_costs[j]
         if not 1e-12 * max(gap, 1.0) < moved < gap:
             break
         parts[heavy][i], parts[light][j] = parts[light][j], parts[heavy][i]
