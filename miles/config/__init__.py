@@ -1,0 +1,6 @@
+"""The typed configuration of a run."""
+
+from miles.config.args import Args
+from miles.config.groups import GROUPS
+
+__all__ = ["GROUPS", "Args"]

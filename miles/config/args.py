@@ -1,0 +1,199 @@
+"""`Args`: all settings of one run, flat, frozen, each knowing where it came from."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import PrivateAttr, ValidationError
+
+from miles.config.groups import (
+    AlgorithmGroup,
+    BatchGroup,
+    DeviceGroup,
+    EngineGroup,
+    EvalGroup,
+    ModelGroup,
+    OptimizerGroup,
+    ParallelGroup,
+    RolloutGroup,
+    RunGroup,
+    ValueHeadGroup,
+    ValuePretrainGroup,
+    flag_of,
+)
+
+Entry = Literal["train", "train_value"]
+Role = Literal["actor", "critic"]
+
+_INHERITED = {
+    "critic_num_nodes": "actor_num_nodes",
+    "critic_num_gpus_per_node": "actor_num_gpus_per_node",
+    "critic_tensor_model_parallel_size": "tensor_model_parallel_size",
+    "critic_pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "critic_lr": "lr",
+    "critic_lambd": "lambd",
+    "eps_clip_high": "eps_clip",
+}
+"""Fields that, when unset, take another field's value."""
+
+
+class Args(
+    RunGroup,
+    ValuePretrainGroup,
+    ValueHeadGroup,
+    AlgorithmGroup,
+    EngineGroup,
+    EvalGroup,
+    RolloutGroup,
+    BatchGroup,
+    OptimizerGroup,
+    ParallelGroup,
+    DeviceGroup,
+    ModelGroup,
+):
+    """Every setting of a run as a flat, frozen, picklable model.
+
+    Names that begin with an underscore may be attached by entry programs; every other assignment raises.
+    """
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_values(
+        cls, values: Mapping[str, Any], sources: Mapping[str, str], *, where: Mapping[str, str] | None = None
+    ) -> Self:
+        """Validate explicit values, then fill what derives from them.
+
+        Args:
+            values: explicitly given values by field name; the rest take their defaults.
+            sources: where each of `values` came from, by field name.
+            where: how an error message should name each of `values` (default: its flag).
+
+        Raises:
+            ValueError: a name is unknown or a value has the wrong type; the message has a line per value.
+        """
+        where = where or {}
+        refuse_unknown_fields(values)
+        try:
+            args = cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ValueError(_readable(error, where)) from None
+        derived = _derived_values(args)
+        if derived:
+            args = args.model_copy(update={name: value for name, (value, _) in derived.items()})
+        args._sources = dict(sources) | {name: f"derived:{origin}" for name, (_, origin) in derived.items()}
+        return args
+
+    @classmethod
+    def build(cls, *, check: bool = False, entry: Entry = "train", **overrides: Any) -> Self:
+        """Defaults plus `overrides`, for programs and tests that need no command line.
+
+        Raises:
+            ValueError: an override is unknown or invalid, or (with `check`) a rule across fields is broken.
+        """
+        args = cls.from_values(overrides, dict.fromkeys(overrides, "code"))
+        if check:
+            from miles.config.rules import check as check_rules
+
+            check_rules(args, entry=entry)
+        return args
+
+    def replace(self, *, source: str, **changes: Any) -> Self:
+        """A new validated `Args` with `changes`; fields derived from a changed one are derived anew.
+
+        Raises:
+            ValueError: a change is unknown or invalid.
+        """
+        sources = {name: origin for name, origin in self._sources.items() if not origin.startswith("derived:")}
+        values = {name: getattr(self, name) for name in sources} | changes
+        changed = type(self).from_values(values, sources | dict.fromkeys(changes, source))
+        for name, value in vars(self).items():
+            if name.startswith("_"):
+                setattr(changed, name, value)
+        return changed
+
+    def for_role(self, role: Role) -> Self:
+        """The settings as one role's trainer should read them: sizes, learning rate, warm-up, load and save.
+
+        The critic loads from `critic_load` where that is set and from `load` otherwise.
+        """
+        if role == "actor":
+            return self
+        if role != "critic":
+            raise ValueError(f"unknown role {role!r}: expected 'actor' or 'critic'")
+        return self.replace(
+            source="role:critic",
+            tensor_model_parallel_size=self.critic_tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.critic_pipeline_model_parallel_size,
+            lr=self.critic_lr,
+            lr_warmup_iters=self.critic_lr_warmup_iters,
+            load=self.critic_load if self.critic_load is not None else self.load,
+            save=self.critic_save,
+            critic_save=self.critic_save,
+        )
+
+    def source_of(self, field: str) -> str:
+        """Where a value came from: 'default', 'file:PATH', 'flag', 'derived:FIELD', 'code', 'role:critic', ..."""
+        refuse_unknown_fields([field])
+        return self._sources.get(field, "default")
+
+    def world_size(self, role: Role) -> int:
+        """Devices of a role's group."""
+        if role == "actor":
+            return self.actor_num_nodes * self.actor_num_gpus_per_node
+        assert self.critic_num_nodes is not None and self.critic_num_gpus_per_node is not None
+        return self.critic_num_nodes * self.critic_num_gpus_per_node
+
+    def model_parallel_size(self, role: Role) -> int:
+        """Devices that hold one replica of a role's model: tensor x pipeline x context."""
+        if role == "actor":
+            return (
+                self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+            )
+        assert self.critic_tensor_model_parallel_size is not None
+        assert self.critic_pipeline_model_parallel_size is not None
+        return (
+            self.critic_tensor_model_parallel_size
+            * self.critic_pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+
+def refuse_unknown_fields(names: Iterable[str]) -> None:
+    """Raise a ValueError for the first name that is no field, with the nearest one that is."""
+    for name in names:
+        if name not in Args.model_fields:
+            raise ValueError(f"unknown setting {name!r}{nearest(name, Args.model_fields)}")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """' (did you mean X?)' for the candidate closest to `name`, or nothing where none is close."""
+    spelled = {candidate.replace("_", "-").strip("-").lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.replace("_", "-").strip("-").lower(), spelled, n=1, cutoff=0.6)
+    return f" (did you mean {spelled[found[0]]}?)" if found else ""
+
+
+def _derived_values(args: Args) -> dict[str, tuple[Any, str]]:
+    """Values of unset fields that follow from other fields, each with the field it follows from."""
+    derived: dict[str, tuple[Any, str]] = {
+        name: (getattr(args, origin), origin) for name, origin in _INHERITED.items() if getattr(args, name) is None
+    }
+    if args.critic_save is None and args.save is not None:
+        derived["critic_save"] = (args.save.rstrip("/") + "_critic", "save")
+    if args.global_batch_size is None and args.rollout_batch_size is not None:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        # A remainder is left for the rules to name.
+        if samples % args.num_steps_per_rollout == 0:
+            derived["global_batch_size"] = (samples // args.num_steps_per_rollout, "rollout_batch_size")
+    return derived
+
+
+def _readable(error: ValidationError, where: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors():
+        name = str(problem["loc"][0])
+        inside = "".join(f"[{part}]" for part in problem["loc"][1:] if isinstance(part, int))
+        reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
+        lines.append(f"{where.get(name, flag_of(name))}{inside}: {reason}, got {problem['input']!r}")
+    return "\n".join(dict.fromkeys(lines))
+

@@ -1,0 +1,79 @@
+"""Reading a YAML file of settings, strictly, and writing one back with the source of every value."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from miles.config.args import Args, nearest
+from miles.config.groups import GROUPS, fields_of
+
+NOT_IN_FILES = frozenset({"config", "print_config"})
+"""Fields that steer the parse itself and so have no place in a file."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                raise ValueError(f"{node.start_mark.name}:{line}: key {key!r} is given twice (first in line {seen[key]})")
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings of a YAML file, and for each of them where it stands ('FILE:LINE: KEY').
+
+    Raises:
+        ValueError: the file cannot be read, is no mapping of settings, repeats a key or holds an unknown one.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.reason
+        raise ValueError(f"--config {path}: cannot be read: {reason}") from None
+    loader = _StrictLoader(text)
+    loader.name = path
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path}:1: expected a mapping of settings (name: value)")
+        values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"{path}: not valid YAML: {error.reason}") from None
+    finally:
+        loader.dispose()
+    lines = {str(key_node.value): key_node.start_mark.line + 1 for key_node, _ in node.value}
+    known = Args.model_fields.keys() - NOT_IN_FILES
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{path}:{lines.get(str(key), 1)}: unknown key {key!r}{nearest(str(key), known)}")
+    return values, {key: f"{path}:{lines[key]}: {key}" for key in values}
+
+
+def config_yaml(args: Args) -> str:
+    """Every setting as YAML, grouped, with its source as a comment; the text can be given to --config again."""
+    blocks = []
+    for group in GROUPS:
+        rows = []
+        for name in fields_of(group):
+            if name in NOT_IN_FILES:
+                continue
+            value = args.model_dump(mode="json", include={name})[name]
+            # A lone scalar is followed by YAML's end-of-document mark.
+            text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000).removesuffix("...\n").strip()
+            rows.append((f"{name}: {text}", args.source_of(name)))
+        width = max(len(left) for left, _ in rows)
+        blocks.append("\n".join([f"# {group.title}", *(f"{left:<{width}}  # {source}" for left, source in rows)]))
+    return "\n\n".join(blocks) + "\n"

@@ -1,0 +1,326 @@
+"""The typed groups of the configuration.
+
+One class per group, one field per flag: `lr` is `--lr` on the command line and `lr:` in a file. A field's description is
+its help text. Bounds of one value live here; rules that tie several values together live in `rules.py`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import CliVariadicArg
+
+
+def _lower_case_digest(text: str) -> str:
+    if len(text) != 64 or set(text) - set("0123456789abcdef"):
+        raise ValueError("a SHA-256 is 64 lower-case hexadecimal digits")
+    return text
+
+
+def _hook_path(text: str) -> str:
+    module, _, function = text.rpartition(":")
+    if not module or not function.isidentifier():
+        raise ValueError("a hook is written MODULE:FUNCTION or FILE.py:FUNCTION")
+    return text
+
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, Field(ge=0, lt=1)]
+Sha256 = Annotated[str, AfterValidator(_lower_case_digest)]
+HookPath = Annotated[str, AfterValidator(_hook_path)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Group(BaseModel):
+    """Base of the groups: frozen, no unknown keys, no silent conversions from a boolean to a number."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=False
+    )
+
+    title: ClassVar[str] = ""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("a boolean is not accepted here")
+        return value
+
+
+class ModelGroup(Group):
+    title: ClassVar[str] = "model and checkpoints"
+
+    hf_checkpoint: Text | None = Field(
+        None, description="Hugging Face model folder: architecture, tokenizer and the weights a fresh run starts from."
+    )
+    load: Text | None = Field(
+        None, description="Folder of actor checkpoints to resume from; a fresh critic takes its backbone from it too."
+    )
+    save: Text | None = Field(None, description="Folder to write actor checkpoints to (iter_NNNNNNN/ inside).")
+    save_interval: Positive | None = Field(
+        None, description="Save every this many steps; unset saves once, at the end."
+    )
+    critic_load: Text | None = Field(
+        None, description="Folder of critic checkpoints to resume from, for example a contracted, pretrained critic."
+    )
+    critic_save: Text | None = Field(
+        None, description="Folder to write critic checkpoints to (unset: the value of --save with '_critic' appended)."
+    )
+    critic_value_pretrain_contract_sha256: Sha256 | None = Field(
+        None, description="SHA-256 that the contract file in --critic-load must have."
+    )
+
+
+class DeviceGroup(Group):
+    title: ClassVar[str] = "device"
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="cuda runs over NCCL, cpu over gloo; auto takes cuda where it is available."
+    )
+    bf16: bool = Field(False, description="Train in bfloat16 with float32 main parameters (slow on a CPU).")
+    train_backend: str = Field("megatron", description="Training backend; only megatron exists.")
+
+
+class ParallelGroup(Group):
+    title: ClassVar[str] = "parallel layout"
+
+    tensor_model_parallel_size: Positive = Field(1, description="Ranks that share each layer's matrices.")
+    pipeline_model_parallel_size: Positive = Field(1, description="Ranks that share the stack of layers.")
+    context_parallel_size: Positive = Field(1, description="Ranks that share one sequence.")
+    sequence_parallel: bool = Field(
+        False, description="Split activations outside the matrices along the sequence over the tensor-parallel ranks."
+    )
+    use_distributed_optimizer: bool = Field(
+        False, description="Shard optimizer state over the data-parallel ranks."
+    )
+    actor_num_nodes: Positive = Field(1, description="Machines of the actor group.")
+    actor_num_gpus_per_node: Positive = Field(1, description="Devices per machine of the actor group.")
+    critic_num_nodes: Positive | None = Field(None, description="Machines of the critic group (unset: the actor's).")
+    critic_num_gpus_per_node: Positive | None = Field(
+        None, description="Devices per machine of the critic group (unset: the actor's)."
+    )
+    critic_tensor_model_parallel_size: Positive | None = Field(
+        None, description="Tensor-parallel size of the critic (unset: the actor's)."
+    )
+    critic_pipeline_model_parallel_size: Positive | None = Field(
+        None, description="Pipeline-parallel size of the critic (unset: the actor's)."
+    )
+    rollout_num_gpus: Positive = Field(1, description="Devices of all rollout engines together.")
+    rollout_num_gpus_per_engine: Positive = Field(1, description="Devices (tensor-parallel ranks) of one engine.")
+
+
+class OptimizerGroup(Group):
+    title: ClassVar[str] = "optimizer"
+
+    lr: NonNegativeFloat = Field(1e-6, description="Peak learning rate.")
+    critic_lr: NonNegativeFloat | None = Field(
+        None, description="Peak learning rate of the critic (unset: the value of --lr)."
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Shape of the learning rate after the warm-up."
+    )
+    lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of linear warm-up.")
+    critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of linear warm-up of the critic.")
+    lr_decay_iters: Positive | None = Field(
+        None, description="Optimizer steps until the learning rate reaches --min-lr (unset: the length of the run)."
+    )
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the decay.")
+    weight_decay: NonNegativeFloat = Field(0.0, description="Decoupled weight decay.")
+    adam_beta1: OpenFraction = Field(0.9, description="Adam's first-moment decay.")
+    adam_beta2: OpenFraction = Field(0.95, description="Adam's second-moment decay.")
+    adam_eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Clip the global gradient norm to this; 0 does not clip.")
+
+
+class BatchGroup(Group):
+    title: ClassVar[str] = "batch"
+
+    global_batch_size: Positive | None = Field(
+        None,
+        description="Samples of one optimizer step over all ranks (unset, in online training: "
+        "rollout-batch-size x n-samples-per-prompt / num-steps-per-rollout).",
+    )
+    micro_batch_size: Positive = Field(1, description="Samples of one forward pass on one rank.")
+    use_dynamic_batch_size: bool = Field(
+        False, description="Fill micro-batches up to --max-tokens-per-gpu tokens instead of a fixed count of samples."
+    )
+    max_tokens_per_gpu: Positive | None = Field(
+        None, description="Token budget of one micro-batch with --use-dynamic-batch-size."
+    )
+    seed: NonNegative = Field(1234, description="Seed of initialisation and of the value-pretraining batch plan.")
+
+
+class RolloutGroup(Group):
+    title: ClassVar[str] = "rollout"
+
+    prompt_data: Text | None = Field(None, description="JSONL file of training prompts.")
+    input_key: Text = Field("prompt", description="Key of a row that holds the prompt.")
+    label_key: Text = Field("label", description="Key of a row that holds the label given to the reward function.")
+    metadata_key: Text = Field("metadata", description="Key of a row that holds an object passed through.")
+    apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
+    rollout_shuffle: bool = Field(True, description="Shuffle the prompts anew in each epoch.")
+    rollout_seed: NonNegative = Field(42, description="Seed of the prompt order and of sampling.")
+    num_rollout: Positive | None = Field(
+        None, description="Rollouts of the run; in value pretraining the steps of the batch plan (unset: all of them)."
+    )
+    rollout_batch_size: Positive | None = Field(None, description="Prompts of one rollout.")
+    n_samples_per_prompt: Positive = Field(1, description="Responses sampled for each prompt.")
+    rollout_max_prompt_len: Positive | None = Field(
+        None, description="Prompts of more tokens than this are dropped when the data is read."
+    )
+    rollout_max_response_len: Positive | None = Field(None, description="Tokens of a response at most.")
+    rollout_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature.")
+    rollout_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
+    rollout_top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="Sample among the k likeliest; -1: all.")
+    rollout_stop_token_ids: CliVariadicArg[list[NonNegative]] = Field(
+        [], description="Token ids that end a response, beside the tokenizer's end of sequence."
+    )
+    custom_rm_path: HookPath | None = Field(
+        None, description="Reward function, MODULE:FUNCTION or FILE.py:FUNCTION."
+    )
+    rm_timeout_s: PositiveFloat = Field(60.0, description="Seconds the reward of one sample may take.")
+
+
+class EvalGroup(Group):
+    title: ClassVar[str] = "evaluation of the policy"
+
+    eval_prompt_data: Text | None = Field(None, description="JSONL file of held-out prompts.")
+    eval_interval: Positive | None = Field(
+        None, description="Evaluate every this many rollouts, and before the first and after the last."
+    )
+    eval_temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature in evaluation; 0 is greedy.")
+    n_samples_per_eval_prompt: Positive = Field(1, description="Responses sampled for each held-out prompt.")
+    eval_max_prompts: Positive | None = Field(None, description="Use only the first this many held-out prompts.")
+
+
+class EngineGroup(Group):
+    title: ClassVar[str] = "rollout engine"
+
+    sglang_server_timeout_s: PositiveFloat = Field(300.0, description="Seconds an engine may take to come up.")
+    sglang_request_timeout_s: PositiveFloat = Field(600.0, description="Seconds one request to an engine may take.")
+    sglang_max_total_tokens: Positive = Field(32768, description="Tokens of an engine's key-value cache.")
+    sglang_port_base: Annotated[int, Field(ge=1024, le=65000)] | None = Field(
+        None, description="First port to try for engines (unset: the operating system chooses)."
+    )
+    sglang_extra_args: list[Text] = Field(
+        [], description="Further arguments of the engine's own command line; repeat as --sglang-extra-args=--FLAG=VALUE."
+    )
+    check_weight_sync: Literal["never", "start", "always"] = Field(
+        "start", description="When the engines' weight checksums are compared with the actor's."
+    )
+
+
+class AlgorithmGroup(Group):
+    title: ClassVar[str] = "algorithm"
+
+    advantage_estimator: Literal["gae"] = Field("gae", description="Advantage estimator.")
+    gamma: Fraction = Field(1.0, description="Discount factor.")
+    lambd: Fraction = Field(1.0, description="Lambda of the actor's advantages.")
+    critic_lambd: Fraction | None = Field(
+        None, description="Lambda of the critic's targets (unset: the value of --lambd)."
+    )
+    eps_clip: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="PPO's lower clip of the ratio.")
+    eps_clip_high: PositiveFloat | None = Field(
+        None, description="PPO's upper clip of the ratio (unset: the value of --eps-clip)."
+    )
+    value_clip: PositiveFloat = Field(0.2, description="PPO's clip of the value around its old value (mse only).")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    normalize_advantages: bool = Field(False, description="Whiten advantages over the whole batch.")
+    num_critic_epochs: Positive = Field(1, description="Critic updates on each batch.")
+    num_critic_only_steps: NonNegative = Field(0, description="First rollouts that update the critic alone.")
+    critic_freeze_attention: bool = Field(False, description="Do not train the critic's attention.")
+    num_steps_per_rollout: Positive = Field(1, description="Optimizer steps of the actor in each rollout.")
+
+
+class ValueHeadGroup(Group):
+    title: ClassVar[str] = "value head"
+
+    value_loss_type: Literal["mse", "classification"] = Field(
+        "mse", description="Regress one number, or classify over bins."
+    )
+    value_num_bins: Positive = Field(51, description="Bins of the classification head.")
+    value_reward_range: CliVariadicArg[tuple[float, float]] = Field(
+        (0.0, 1.0), description="Lowest and highest value the bins stand for."
+    )
+    value_target_type: Literal["hl_gauss", "two_hot"] = Field(
+        "hl_gauss", description="How a return becomes a distribution over bins."
+    )
+    hl_gauss_sigma_ratio: PositiveFloat = Field(
+        0.75, description="Standard deviation of the HL-Gauss target, in bin widths."
+    )
+
+
+class ValuePretrainGroup(Group):
+    title: ClassVar[str] = "value pretraining (train_value.py)"
+
+    value_pretrain_manifest: Text | None = Field(None, description="Manifest of the value data set.")
+    value_pretrain_manifest_sha256: Sha256 | None = Field(
+        None, description="SHA-256 that the manifest file must have."
+    )
+    value_pretrain_epochs: Positive = Field(1, description="Passes over the training rows.")
+    value_pretrain_eval_only: bool = Field(
+        False, description="Evaluate the critic of --critic-load and gate it; train nothing."
+    )
+    value_pretrain_eval_split: Literal["train", "heldout"] = Field(
+        "heldout", description="Rows that --value-pretrain-eval-only evaluates on."
+    )
+    value_pretrain_eval_num_batches: Positive | None = Field(
+        None, description="Disjoint, label-mixed batches to evaluate on (unset: as many as the split holds)."
+    )
+    value_pretrain_eval_report: Text | None = Field(
+        None, description="File to write the evaluation report to; an earlier report is never replaced."
+    )
+    value_pretrain_canary_one_step: bool = Field(
+        False, description="Train exactly one step, save it, and publish no contract."
+    )
+    value_gate_max_bias: NonNegativeFloat | None = Field(
+        None, description="The gate also refuses a critic whose mean residual is larger than this in size."
+    )
+
+
+class RunGroup(Group):
+    title: ClassVar[str] = "run"
+
+    run_dir: Text | None = Field(
+        None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME)."
+    )
+    tensorboard: bool = Field(True, description="Write TensorBoard event files into the run folder.")
+    use_wandb: bool = Field(False, description="Log to Weights & Biases too (needs the wandb extra).")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severity to log.")
+    canary_one_step: bool = Field(
+        False, description="One rollout and one update of critic and actor, one save, then stop."
+    )
+    config: Text | None = Field(None, description="YAML file of settings; the command line goes on top of it.")
+    print_config: bool = Field(False, description="Print every setting and where it came from, and exit.")
+
+
+GROUPS: tuple[type[Group], ...] = (
+    ModelGroup,
+    DeviceGroup,
+    ParallelGroup,
+    OptimizerGroup,
+    BatchGroup,
+    RolloutGroup,
+    EvalGroup,
+    EngineGroup,
+    AlgorithmGroup,
+    ValueHeadGroup,
+    ValuePretrainGroup,
+    RunGroup,
+)
+
+
+def flag_of(field: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def fields_of(group: type[Group]) -> dict[str, FieldInfo]:
+    """The fields a group declares, by name, in order."""
+    return {name: group.model_fields[name] for name in group.__annotations__ if name in group.model_fields}

@@ -1,0 +1,139 @@
+"""The command line: `parse_args()` turns flags and a YAML file into one checked `Args`.
+
+pydantic-settings makes one flag of each field of `Args`; this module adds help by group, the nearest right name for a
+wrong one, the source of each value, and the rules across fields.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+from miles.config.args import Args, Entry, nearest
+from miles.config.files import config_yaml, read_config_file
+from miles.config.groups import GROUPS, fields_of, flag_of
+from miles.config.rules import check
+
+logger = logging.getLogger(__name__)
+
+
+_LISTS_OF_TEXT = {"sglang_extra_args"}
+
+
+class _CommandLine(Args, BaseSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """`Args` seen by pydantic-settings, which derives the flags from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, with one-line errors and help by group."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [flags]")
+        self._group_of: dict[str, argparse._ArgumentGroup] = {}
+        for group in GROUPS:
+            section = self.add_argument_group(group.title)
+            self._group_of |= dict.fromkeys(fields_of(group), section)
+
+    def error(self, message: str) -> NoReturn:
+        prefixed = "".join(f"{self.prog}: error: {line}\n" for line in message.splitlines())
+        self.exit(2, prefixed)
+
+    def add_field(self, *flags: str, **options: Any) -> argparse.Action:
+        """Add a field's flag to the help section of its group."""
+        options["help"] = options["help"].replace(" (default: null)", "")
+        return self._group_of[options["dest"]].add_argument(*flags, **options)
+
+    def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse; name the nearest flag for the first unknown one."""
+        namespace, rest = self.parse_known_args(argv)
+        for word in rest:
+            if word.startswith("-"):
+                flag = word.split("=", 1)[0]
+                self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
+        if rest:
+            self.error(f"unexpected argument {rest[0]!r}: a value must follow its flag (booleans are --FLAG or --no-FLAG)")
+        for name, value in vars(namespace).items():
+            if isinstance(value, list) and name in _LISTS_OF_TEXT:
+                # Quoted, so that pydantic-settings does not split an item at its commas.
+                setattr(namespace, name, [json.dumps(item) for item in value])
+        return namespace
+
+
+def parse_args(argv: Sequence[str] | None = None, entry: Entry | None = None) -> Args:
+    """Parse a command line, put it on top of its --config file, fill what derives, and check every rule.
+
+    Args:
+        argv: words of the command line without the program (default: those of this process).
+        entry: which program's rules apply (default: 'train_value' where --value-pretrain-manifest is set).
+
+    Returns:
+        The frozen settings. In value pretraining the objective and, where unset, num_rollout come from the manifest.
+
+    A user's mistake ends the process with status 2 after one line per mistake on stderr; --help and --print-config end
+    it with status 0.
+    """
+    program = Path(sys.argv[0]).name or "miles"
+    parser = _Parser(program, "Flags go on top of the YAML file given with --config.")
+    try:
+        args, print_config = _settings(parser, list(sys.argv[1:] if argv is None else argv), entry)
+        entry = entry or _entry_of(args)
+        try:
+            args = _with_manifest(args) if entry == "train_value" else args
+            warnings = check(args, entry=entry)
+        except ValueError as error:
+            if not print_config:
+                raise
+            warnings = [f"a run would be refused: {line}" for line in str(error).splitlines()]
+    except ValueError as error:
+        parser.error(str(error))
+    for warning in warnings:
+        print(f"{program}: warning: {warning}", file=sys.stderr)
+    if print_config:
+        sys.stdout.write(config_yaml(args))
+        raise SystemExit(0)
+    return args
+
+
+def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Args, bool]:
+    try:
+        command_line = CliSettingsSource(
+            _CommandLine,
+            cli_parse_args=argv,
+            root_parser=parser,
+            parse_args_method=_Parser.parse_strictly,
+            add_argument_method=lambda target, *flags, **options: target.add_field(*flags, **options),
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
+            cli_hide_none_type=True,
+        )
+        flags = command_line()
+    except SettingsError as error:
+        raise ValueError(textwrap.shorten(str(error), 300)) from None
+    config = flags.get("config")
+    from_file, where = read_config_file(config) if config else ({}, {})
+    sources = dict.fromkeys(from_file, f"file:{config}") | dict.fromkeys(flags, "flag")
+    values = from_file | flags
+    args = Args.from_values(values, sources, where={name: text for name, text in where.items() if name not in flags})
+    if args.run_dir is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = entry or _entry_of(args)
+        args = args.replace(source="generated", run_dir=f"runs/{name}-{stamp}")
+    return args, args.print_config
+
+
+def _entry_of(args: Args) -> Entry:
+    return "train_value" if args.value_pretrain_manifest is not None else "train"
+
+
+def _with_manifest(args: Args) -> Args:
+    raise NotImplementedError
