@@ -1,0 +1,48 @@
+"""Sums over masks, and how the metric sums of micro-batches and ranks are put together."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with everything outside the mask replaced by 0; no gradient and no NaN passes there. Shapes equal."""
+    return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Sum of `x` where the mask is set, a scalar in `x`'s dtype. An empty mask gives 0 with a valid gradient."""
+    return masked(x, mask).sum()
+
+
+def token_mean_loss(loss_T: Tensor, *, loss_mask_T: Tensor, global_tokens: int) -> Tensor:
+    """This micro-batch's share of the token-mean loss: masked sum over the GLOBAL count of trainable tokens.
+
+    The shares of all micro-batches on all data-parallel ranks add up to the mean over the whole batch, so the
+    gradient does not depend on how the batch was split (as long as gradients are summed, not averaged).
+
+    Raises:
+        ValueError: `global_tokens` is not positive.
+    """
+    if global_tokens < 1:
+        raise ValueError(f"global_tokens must be at least 1, got {global_tokens}")
+    return masked_sum(loss_T, loss_mask_T) / global_tokens
+
+
+def add_metrics(parts: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:
+    """Combine the metrics of micro-batches or ranks: names ending in `_max` / `_min` by maximum / minimum, all others
+    added. Names present in only some parts are combined over those. NaN wins a maximum or minimum."""
+    combined: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            number = float(value)
+            if name not in combined:
+                combined[name] = number
+            elif not name.endswith(("_max", "_min")):
+                combined[name] += number
+            elif number != number or combined[name] != combined[name]:
+                combined[name] = float("nan")
+            else:
+                combined[name] = (max if name.endswith("_max") else min)(combined[name], number)
+    return combined
