@@ -147,9 +147,7 @@ class Args(
     def model_parallel_size(self, role: Role) -> int:
         """Devices that hold one replica of a role's model: tensor x pipeline x context."""
         if role == "actor":
-            return (
-                self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-            )
+            return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         assert self.critic_tensor_model_parallel_size is not None
         assert self.critic_pipeline_model_parallel_size is not None
         return (
@@ -196,4 +194,3 @@ def _readable(error: ValidationError, where: Mapping[str, str]) -> str:
         reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
         lines.append(f"{where.get(name, flag_of(name))}{inside}: {reason}, got {problem['input']!r}")
     return "\n".join(dict.fromkeys(lines))
-

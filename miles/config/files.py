@@ -22,7 +22,9 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if key in seen:
-                raise ValueError(f"{node.start_mark.name}:{line}: key {key!r} is given twice (first in line {seen[key]})")
+                raise ValueError(
+                    f"{node.start_mark.name}:{line}: key {key!r} is given twice (first in line {seen[key]})"
+                )
             seen[key] = line
         return super().construct_mapping(node, deep)
 

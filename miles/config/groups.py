@@ -1,7 +1,7 @@
 """The typed groups of the configuration.
 
-One class per group, one field per flag: `lr` is `--lr` on the command line and `lr:` in a file. A field's description is
-its help text. Bounds of one value live here; rules that tie several values together live in `rules.py`.
+One class per group, one field per flag: `lr` is `--lr` on the command line and `lr:` in a file. A field's description
+is its help text. Bounds of one value live here; rules that tie several values together live in `rules.py`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -96,9 +96,7 @@ class ParallelGroup(Group):
     sequence_parallel: bool = Field(
         False, description="Split activations outside the matrices along the sequence over the tensor-parallel ranks."
     )
-    use_distributed_optimizer: bool = Field(
-        False, description="Shard optimizer state over the data-parallel ranks."
-    )
+    use_distributed_optimizer: bool = Field(False, description="Shard optimizer state over the data-parallel ranks.")
     actor_num_nodes: Positive = Field(1, description="Machines of the actor group.")
     actor_num_gpus_per_node: Positive = Field(1, description="Devices per machine of the actor group.")
     critic_num_nodes: Positive | None = Field(None, description="Machines of the critic group (unset: the actor's).")
@@ -181,9 +179,7 @@ class RolloutGroup(Group):
     rollout_stop_token_ids: CliVariadicArg[list[NonNegative]] = Field(
         [], description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
-    custom_rm_path: HookPath | None = Field(
-        None, description="Reward function, MODULE:FUNCTION or FILE.py:FUNCTION."
-    )
+    custom_rm_path: HookPath | None = Field(None, description="Reward function, MODULE:FUNCTION or FILE.py:FUNCTION.")
     rm_timeout_s: PositiveFloat = Field(60.0, description="Seconds the reward of one sample may take.")
 
 
@@ -209,7 +205,8 @@ class EngineGroup(Group):
         None, description="First port to try for engines (unset: the operating system chooses)."
     )
     sglang_extra_args: list[Text] = Field(
-        [], description="Further arguments of the engine's own command line; repeat as --sglang-extra-args=--FLAG=VALUE."
+        [],
+        description="Further arguments of the engine's own command line; repeat as --sglang-extra-args=--FLAG=VALUE.",
     )
     check_weight_sync: Literal["never", "start", "always"] = Field(
         "start", description="When the engines' weight checksums are compared with the actor's."

@@ -5,7 +5,6 @@ wrong one, the source of each value, and the rules across fields.
 """
 
 import argparse
-import json
 import logging
 import sys
 import textwrap
@@ -19,7 +18,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from miles.config.args import Args, Entry, nearest
 from miles.config.files import config_yaml, read_config_file
-from miles.config.groups import GROUPS, fields_of, flag_of
+from miles.config.groups import GROUPS, fields_of
 from miles.config.rules import check
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,11 @@ class _Parser(argparse.ArgumentParser):
     """argparse without abbreviations, with one-line errors and help by group."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [flags]")
+        super().__init__(
+            prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [flags]"
+        )
         self._group_of: dict[str, argparse._ArgumentGroup] = {}
+        self.text_lists: dict[str, list[str]] = {}
         for group in GROUPS:
             section = self.add_argument_group(group.title)
             self._group_of |= dict.fromkeys(fields_of(group), section)
@@ -61,11 +63,13 @@ class _Parser(argparse.ArgumentParser):
                 flag = word.split("=", 1)[0]
                 self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
         if rest:
-            self.error(f"unexpected argument {rest[0]!r}: a value must follow its flag (booleans are --FLAG or --no-FLAG)")
-        for name, value in vars(namespace).items():
-            if isinstance(value, list) and name in _LISTS_OF_TEXT:
-                # Quoted, so that pydantic-settings does not split an item at its commas.
-                setattr(namespace, name, [json.dumps(item) for item in value])
+            self.error(
+                f"unexpected argument {rest[0]!r}: a value must follow its flag (booleans are --FLAG or --no-FLAG)"
+            )
+        # Taken past pydantic-settings, which would split each item at its commas.
+        self.text_lists = {name: value for name, value in vars(namespace).items() if name in _LISTS_OF_TEXT}
+        for name in self.text_lists:
+            delattr(namespace, name)
         return namespace
 
 
@@ -116,7 +120,7 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
             cli_implicit_flags=True,
             cli_hide_none_type=True,
         )
-        flags = command_line()
+        flags: dict[str, Any] = {**command_line(), **parser.text_lists}
     except SettingsError as error:
         raise ValueError(textwrap.shorten(str(error), 300)) from None
     config = flags.get("config")

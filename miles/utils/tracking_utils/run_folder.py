@@ -1,0 +1,111 @@
+"""The run folder: `config.yaml`, `run.json`, and the places the rest of a run writes to."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import miles
+from miles.config.args import Args, Entry
+from miles.config.files import config_yaml
+from miles.contracts.publish import publish_bytes, publish_json
+from miles.utils.audit_utils.process_identity import MainProcessIdentity
+
+CONFIG_FILE = "config.yaml"
+RUN_FILE = "run.json"
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "sglang",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+)
+
+
+def create_run_folder(args: Args, *, entry: Entry) -> Path:
+    """Make `args.run_dir` and write the resolved config and the facts of this start into it.
+
+    A folder that holds a run already is continued: its earlier starts stay listed in run.json.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    assert args.run_dir is not None
+    folder = Path(args.run_dir)
+    text = config_yaml(args)
+    start = {
+        "entry": entry,
+        "process": MainProcessIdentity().to_dict(),
+        "command": sys.argv,
+        "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "versions": installed_versions(),
+        "code": code_version(),
+        "time": time.time(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        publish_bytes(folder / CONFIG_FILE, text.encode())
+        earlier = read_run_json(folder).get("starts", [])
+        update_run_json(folder, schema="miles.run.v1", starts=[*earlier, start])
+    except OSError as error:
+        raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
+    return folder
+
+
+def read_run_json(run_dir: str | Path) -> dict[str, Any]:
+    """The facts recorded so far; empty where there are none."""
+    path = Path(run_dir) / RUN_FILE
+    if not path.exists():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return facts
+
+
+def update_run_json(run_dir: str | Path, **facts: Any) -> dict[str, Any]:
+    """Set top-level keys of run.json (objects, lists and all are replaced whole), atomically; return the result."""
+    merged = read_run_json(run_dir) | facts
+    publish_json(Path(run_dir) / RUN_FILE, merged, readable=True)
+    return merged
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions of Python, miles and the packages a result depends on; None where one is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "miles": miles.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def code_version() -> dict[str, Any]:
+    """The commit of the checkout this code runs from, and whether tracked files differ from it."""
+    root = Path(miles.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        # No git here, no commit yet, or a checkout of another user.
+        return {"commit": None, "dirty": None}

@@ -1,0 +1,154 @@
+"""Metrics of a run: `metrics.jsonl` always, TensorBoard and Weights & Biases where asked for."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from miles.config.args import Args
+from miles.config.files import config_yaml
+from miles.contracts.publish import publish_bytes
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+_RESERVED = frozenset({"step", "stage", "time"})
+
+
+class Tracker:
+    """Writes metrics of one run; one JSON object a line: step, stage, time (seconds since 1970) and the metrics.
+
+    A resumed run passes the first step it will log as `resume_step`: lines of that step and later are dropped, for
+    they describe work that is done again.
+    """
+
+    def __init__(self, args: Args, *, resume_step: int | None = None) -> None:
+        if args.run_dir is None:
+            raise ValueError("--run-dir is needed to write metrics")
+        folder = Path(args.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        if resume_step is not None:
+            drop_steps_from(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = _tensorboard_writer(folder, resume_step) if args.tensorboard else None
+        self._wandb = _wandb_run(args) if args.use_wandb else None
+
+    def log(self, step: int, stage: str, metrics: Mapping[str, Any]) -> None:
+        """Write one line. Numbers reach TensorBoard and W&B as 'STAGE/NAME'; other JSON values stay in the line.
+
+        A number that is not finite is written as null, for JSON has no name for it.
+        """
+        assert not _RESERVED & metrics.keys(), f"reserved metric names: {sorted(_RESERVED & metrics.keys())}"
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        line = {"step": step, "stage": stage, "time": time.time(), **plain}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        numbers = {
+            f"{stage}/{name}": value
+            for name, value in plain.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**numbers, f"{stage}/step": step})
+
+    def close(self) -> None:
+        """Flush and close everything; closing twice does nothing."""
+        if self._file.closed:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_current: Tracker | None = None
+
+
+def init_tracking(args: Args, *, resume_step: int | None = None) -> Tracker:
+    """Open the tracker of this process (closing an earlier one) and return it."""
+    global _current
+    finish_tracking()
+    _current = Tracker(args, resume_step=resume_step)
+    return _current
+
+
+def current_tracker() -> Tracker:
+    """The tracker that `init_tracking` opened."""
+    assert _current is not None, "init_tracking(args) comes first"
+    return _current
+
+
+def finish_tracking() -> None:
+    """Close the tracker of this process, if one is open."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def drop_steps_from(path: Path, step: int) -> None:
+    """Remove the lines of `step` and later, and a last line that a killed process left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            continue
+        try:
+            logged = json.loads(line)["step"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise ValueError(f"{path}:{number}: expected a JSON object with a 'step'") from None
+        if logged < step:
+            kept.append(line)
+    publish_bytes(path, "".join(kept).encode())
+
+
+def _plain(value: Any) -> Any:
+    """A JSON-safe copy: NumPy and torch scalars become Python numbers, numbers that are not finite become None."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not isinstance(value, int | float):
+        value = value.tolist()
+        if isinstance(value, list):
+            return _plain(value)
+    return value if math.isfinite(value) else None
+
+
+def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
+
+
+def _wandb_run(args: Args) -> Any:
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError("--use-wandb: wandb is not installed; run: pip install 'miles[wandb]'") from None
+    assert args.run_dir is not None
+    name = Path(args.run_dir).name
+    return wandb.init(project="miles", name=name, dir=args.run_dir, config={"yaml": config_yaml(args)})
