@@ -1,0 +1,145 @@
+"""Checkpoint manifests: every file of a folder with its size and SHA-256, written last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from miles.contracts.canonical import (
+    StrictJsonError,
+    canonical_json_bytes,
+    check_seal,
+    parse_strict_json,
+    require_int,
+    require_sha256,
+    sealed,
+    sha256_bytes,
+    sha256_file,
+)
+from miles.contracts.publish import publish_bytes
+
+CHECKPOINT_MANIFEST_NAME = "checkpoint_manifest.json"
+CHECKPOINT_MANIFEST_SCHEMA = "miles.checkpoint-manifest.v1"
+
+
+def _regular_files(folder: Path) -> list[str]:
+    names: list[str] = []
+    for parent, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = Path(parent, name)
+            if path.is_symlink():
+                raise ValueError(f"{path}: a symbolic link cannot be part of a checkpoint")
+        for name in files:
+            path = Path(parent, name)
+            if not path.is_file():
+                raise ValueError(f"{path}: not a regular file")
+            names.append(path.relative_to(folder).as_posix())
+    return sorted(name for name in names if name != CHECKPOINT_MANIFEST_NAME)
+
+
+def _hash_all(folder: Path, names: list[str], progress: Callable[[int], None] | None) -> list[str]:
+    workers = max(1, min(8, os.cpu_count() or 1, len(names)))
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda name: sha256_file(folder / name, progress=progress), names))
+
+
+def write_checkpoint_manifest(folder: str | os.PathLike[str], **facts: Any) -> dict[str, Any]:
+    """Hash every file below `folder` and publish `checkpoint_manifest.json` there, last.
+
+    Args:
+        facts: what the checkpoint says of itself, JSON values only. `iteration` (int), `role` and `head` are the
+            ones the chain compares where present.
+
+    Returns:
+        The manifest: schema, facts, files (path, size, sha256 each, sorted by path), seal_sha256.
+
+    Raises:
+        ValueError: the folder is empty or holds a symbolic link.
+    """
+    folder = Path(folder)
+    names = _regular_files(folder)
+    if not names:
+        raise ValueError(f"{folder}: a checkpoint without files cannot have a manifest")
+    sizes = [(folder / name).stat().st_size for name in names]
+    digests = _hash_all(folder, names, None)
+    files = [{"path": n, "size": s, "sha256": d} for n, s, d in zip(names, sizes, digests, strict=True)]
+    manifest = sealed({"schema": CHECKPOINT_MANIFEST_SCHEMA, "facts": facts, "files": files})
+    publish_bytes(folder / CHECKPOINT_MANIFEST_NAME, canonical_json_bytes(manifest))
+    return manifest
+
+
+def read_checkpoint_manifest(folder: str | os.PathLike[str], *, expected_sha256: str | None = None) -> dict[str, Any]:
+    """Read and validate `checkpoint_manifest.json` itself, without touching the files it lists.
+
+    Raises:
+        FileNotFoundError: there is no manifest, so the folder is no complete checkpoint.
+        ValueError: the digest differs, or the manifest was changed after it was written.
+    """
+    path = Path(folder) / CHECKPOINT_MANIFEST_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing, so this is not a complete checkpoint")
+    data = path.read_bytes()
+    actual = sha256_bytes(data)
+    if expected_sha256 is not None and actual != expected_sha256:
+        raise ValueError(f"{path}: checkpoint manifest SHA-256 mismatch: expected {expected_sha256}, got {actual}")
+    try:
+        manifest = parse_strict_json(data)
+    except StrictJsonError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("schema") != CHECKPOINT_MANIFEST_SCHEMA:
+        raise ValueError(f"{path}: schema must be {CHECKPOINT_MANIFEST_SCHEMA!r}")
+    try:
+        check_seal(manifest)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if canonical_json_bytes(manifest) != data:
+        raise ValueError(f"{path}: not canonical JSON: the file was changed after it was written")
+    files = manifest.get("files")
+    if not isinstance(files, list) or not files or not isinstance(manifest.get("facts"), dict):
+        raise ValueError(f"{path}: must hold facts and a non-empty list of files")
+    for entry in files:
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+            raise ValueError(f"{path}: every file needs path, size and sha256")
+        relative = entry["path"]
+        if relative.startswith("/") or ".." in Path(relative).parts:
+            raise ValueError(f"{path}: {relative!r} points outside the checkpoint")
+        require_int(entry.get("size"), field=f"{path}: {relative}: size", minimum=0)
+        require_sha256(entry.get("sha256"), field=f"{path}: {relative}: sha256")
+    return manifest
+
+
+def verify_checkpoint_manifest(
+    folder: str | os.PathLike[str],
+    *,
+    expected_sha256: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Check every file below `folder` against `checkpoint_manifest.json` and return the manifest.
+
+    Raises:
+        FileNotFoundError: the manifest or a listed file is missing.
+        ValueError: a file has another size or SHA-256, a file is there that the manifest does not list, or the
+            manifest itself was changed. The message begins with the path of the first such file.
+    """
+    folder = Path(folder)
+    manifest = read_checkpoint_manifest(folder, expected_sha256=expected_sha256)
+    listed = {entry["path"]: entry for entry in manifest["files"]}
+    present = _regular_files(folder)
+    for name, entry in sorted(listed.items()):
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: listed in {CHECKPOINT_MANIFEST_NAME} but missing")
+        size = path.stat().st_size
+        if size != entry["size"]:
+            raise ValueError(f"{path}: size mismatch: expected {entry['size']} bytes, got {size}")
+    for name in present:
+        if name not in listed:
+            raise ValueError(f"{folder / name}: not listed in {CHECKPOINT_MANIFEST_NAME}")
+    names = sorted(listed)
+    for name, digest in zip(names, _hash_all(folder, names, progress), strict=True):
+        if digest != listed[name]["sha256"]:
+            raise ValueError(f"{folder / name}: SHA-256 mismatch: expected {listed[name]['sha256']}, got {digest}")
+    return manifest

@@ -1,0 +1,151 @@
+"""Canonical JSON, strict JSON reading, and digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+UTF8_BOM = b"\xef\xbb\xbf"
+CHUNK_BYTES = 4 << 20
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class StrictJsonError(ValueError):
+    """The bytes are not one strict JSON value; the message says why."""
+
+
+def canonical_json_bytes(value: Any) -> bytes:
+    """Return the one byte string that stands for `value`: sorted keys, no spaces, UTF-8, a final newline.
+
+    Raises:
+        ValueError: `value` holds NaN or an infinity, which JSON cannot say.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8") + b"\n"
+
+
+def readable_json_bytes(value: Any) -> bytes:
+    """Return deterministic JSON for people: sorted keys, two spaces of indent, UTF-8, a final newline."""
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise StrictJsonError(f"duplicate key {key!r}")
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise StrictJsonError(f"{name} is not valid JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_refuse_constant)
+
+
+def parse_strict_json(data: bytes) -> Any:
+    """Parse UTF-8 JSON and refuse what Python's parser lets through.
+
+    Raises:
+        StrictJsonError: not UTF-8, a byte-order mark, a duplicate key, NaN or Infinity, or not JSON at all.
+    """
+    if data.startswith(UTF8_BOM):
+        raise StrictJsonError("starts with a byte-order mark; expected plain UTF-8")
+    try:
+        return _DECODER.decode(data.decode("utf-8"))
+    except StrictJsonError:
+        raise
+    except UnicodeDecodeError as error:
+        raise StrictJsonError(f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from error
+    except RecursionError as error:
+        raise StrictJsonError("nested too deeply") from error
+    except ValueError as error:
+        raise StrictJsonError(str(error)) from error
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Return the SHA-256 of `data` as 64 lower-case hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file's bytes; `progress` is told the size of each chunk read."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    return digest.hexdigest()
+
+
+def is_sha256(value: object) -> bool:
+    """Return whether `value` is a string of exactly 64 lower-case hex digits."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def require_sha256(value: object, *, field: str) -> str:
+    """Return `value` if it is a SHA-256 in lower-case hex, else raise ValueError naming `field`."""
+    if not isinstance(value, str) or not is_sha256(value):
+        raise ValueError(f"{field} must be a SHA-256 of 64 lower-case hex digits, got {value!r}")
+    return value
+
+
+def require_int(value: object, *, field: str, minimum: int | None = None) -> int:
+    """Return `value` if it is an int (never a bool) of at least `minimum`, else raise ValueError naming `field`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} must be an integer, got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{field} must be an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def require_finite(value: object, *, field: str) -> float:
+    """Return `value` as a float if it is a finite number (never a bool), else raise ValueError naming `field`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{field} must be a finite number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{field} must be a finite number, got an integer too large for float64") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{field} must be a finite number, got {value!r}")
+    return number
+
+
+def require_text(value: object, *, field: str) -> str:
+    """Return `value` if it is a non-empty string, else raise ValueError naming `field`."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{field} must be a non-empty string, got {value!r}")
+    return value
+
+
+SEAL_FIELD = "seal_sha256"
+
+
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of `record` with `seal_sha256`: the digest of its canonical bytes without that field.
+
+    A seal finds accidents and half-made edits in a file that nothing else pins yet; it is no signature.
+    """
+    body = {key: value for key, value in record.items() if key != SEAL_FIELD}
+    return {**body, SEAL_FIELD: sha256_bytes(canonical_json_bytes(body))}
+
+
+def check_seal(record: dict[str, Any]) -> None:
+    """Raise ValueError unless `record` carries the seal of its own contents."""
+    if SEAL_FIELD not in record:
+        raise ValueError(f"has no {SEAL_FIELD}")
+    if sealed(record)[SEAL_FIELD] != record[SEAL_FIELD]:
+        raise ValueError(f"{SEAL_FIELD} does not match the contents: the file was changed after it was written")

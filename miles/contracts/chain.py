@@ -1,0 +1,553 @@
+"""The chain: manifest -> data -> contract -> checkpoint files -> evaluation report -> the run that consumed them.
+
+Each artifact pins the one before it by SHA-256, so walking back from any of them finds all of them:
+
+    run.json  --sha-->  contract, evaluation report, the run's own checkpoints and files
+    report    --sha-->  manifest, contract, checkpoint manifest
+    contract  --sha-->  manifest, train data;  its link record  --sha-->  checkpoint manifest
+    manifest  --sha-->  train data, held-out data
+    checkpoint manifest  --size, sha-->  every file of the checkpoint
+
+A link record (`value_pretrain_links/<contract sha256>.json` beside the contract) holds what the contract's fixed
+format has no room for: where the manifest lies and which checkpoint bytes the contract speaks of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.contracts.artifact import (
+    CHECKPOINT_MANIFEST_NAME,
+    CHECKPOINT_MANIFEST_SCHEMA,
+    read_checkpoint_manifest,
+    verify_checkpoint_manifest,
+)
+from miles.contracts.canonical import (
+    StrictJsonError,
+    canonical_json_bytes,
+    check_seal,
+    parse_strict_json,
+    readable_json_bytes,
+    require_int,
+    require_sha256,
+    require_text,
+    sealed,
+    sha256_bytes,
+    sha256_file,
+)
+from miles.contracts.publish import publish_bytes
+from miles.contracts.value_report import VALUE_EVAL_REPORT_SCHEMA, check_report
+from miles.contracts.value_schema import (
+    VALUE_PRETRAIN_CONTRACT_NAME,
+    VALUE_PRETRAIN_CONTRACT_SCHEMA,
+    VALUE_PRETRAIN_SCHEMA,
+    ValueDatasetSpec,
+    check_contract,
+    contract_path,
+    load_value_pretrain_manifest,
+)
+
+LINK_FOLDER_NAME = "value_pretrain_links"
+LINK_SCHEMA = "miles.value-pretrain-link.v1"
+RUN_RECORD_NAME = "run.json"
+RUN_SCHEMA = "miles.run.v1"
+
+_STAGES = (
+    "manifest",
+    "train data",
+    "held-out data",
+    "contract",
+    "checkpoint",
+    "evaluation report",
+    "run",
+    "run file",
+    "run checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link of the chain: what it is, where it lies, whether it holds, and what was proven or found broken."""
+
+    name: str
+    path: Path
+    ok: bool
+    detail: str
+
+
+def iteration_folder(folder: str | os.PathLike[str], iteration: int) -> Path:
+    """Return where a checkpoint of `iteration` lies below a save folder."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def _relative(path: Path, start: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
+
+
+def write_link_record(
+    folder: str | os.PathLike[str], *, contract: bytes, completed_steps: int, manifest_path: Path
+) -> Path:
+    """Publish the link record of a contract, before the contract itself.
+
+    Args:
+        folder: the critic folder.
+        contract: the contract's canonical bytes.
+        manifest_path: the manifest the critic was trained from.
+    """
+    folder = Path(folder)
+    checkpoint = iteration_folder(folder, completed_steps)
+    files = checkpoint / CHECKPOINT_MANIFEST_NAME
+    digest = sha256_bytes(contract)
+    record = sealed(
+        {
+            "schema": LINK_SCHEMA,
+            "contract_sha256": digest,
+            "completed_steps": completed_steps,
+            "manifest_path": str(manifest_path),
+            # Found again when critic and data were moved together.
+            "manifest_relative_path": _relative(manifest_path, folder),
+            "checkpoint": checkpoint.name,
+            "checkpoint_manifest_sha256": sha256_file(files) if files.is_file() else None,
+        }
+    )
+    links = folder / LINK_FOLDER_NAME
+    links.mkdir(exist_ok=True)
+    return publish_bytes(links / f"{digest}.json", canonical_json_bytes(record))
+
+
+def describe_checkpoint(run_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the `checkpoints` entry of a run record for a saved checkpoint folder."""
+    return {
+        "path": _relative(Path(checkpoint), Path(run_dir)),
+        "manifest_sha256": sha256_file(Path(checkpoint) / CHECKPOINT_MANIFEST_NAME),
+    }
+
+
+def describe_files(run_dir: str | os.PathLike[str], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the `files` entries of a run record: path relative to the run folder, size, SHA-256."""
+    described = []
+    for name in names:
+        path = Path(run_dir) / name
+        described.append({"path": name, "size": path.stat().st_size, "sha256": sha256_file(path)})
+    return described
+
+
+def describe_value_pretraining(
+    run_dir: str | os.PathLike[str],
+    *,
+    critic_load: str | os.PathLike[str],
+    eval_report: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Return the `value_pretraining` section of a run record: the contract a run consumed, and its report."""
+    contract = contract_path(critic_load)
+    return {
+        "contract_path": _relative(contract, Path(run_dir)),
+        "contract_sha256": sha256_file(contract),
+        "eval_report_path": None if eval_report is None else _relative(Path(eval_report), Path(run_dir)),
+        "eval_report_sha256": None if eval_report is None else sha256_file(eval_report),
+    }
+
+
+def write_run_record(run_dir: str | os.PathLike[str], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Seal and publish `run.json`, replacing an earlier one, and return what was written.
+
+    Args:
+        record: anything JSON can say. The chain reads `value_pretraining` (an object or None), `checkpoints` (a list
+            of `describe_checkpoint`) and `files` (a list of `describe_files`), each optional.
+    """
+    body = {"schema": RUN_SCHEMA, **record}
+    written = sealed(body)
+    publish_bytes(Path(run_dir) / RUN_RECORD_NAME, readable_json_bytes(written))
+    return written
+
+
+def read_run_record(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read `run.json` and check its seal.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not the file that was written.
+    """
+    path = Path(run_dir) / RUN_RECORD_NAME
+    record = _read_object(path)
+    if record.get("schema") != RUN_SCHEMA:
+        raise ValueError(f"schema must be {RUN_SCHEMA!r}, got {record.get('schema')!r}")
+    check_seal(record)
+    if path.read_bytes() != readable_json_bytes(record):
+        raise ValueError("not the bytes that were written: layout changed")
+    return record
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError("missing")
+    try:
+        value = parse_strict_json(path.read_bytes())
+    except StrictJsonError as error:
+        raise ValueError(f"invalid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object")
+    return value
+
+
+def _short(digest: str) -> str:
+    return f"sha256 {digest[:12]}"
+
+
+def _require_digest(path: Path, expected: str, *, pinned_by: str) -> None:
+    if not path.is_file():
+        raise FileNotFoundError("missing")
+    actual = sha256_file(path)
+    if actual != expected:
+        raise ValueError(f"SHA-256 mismatch: {pinned_by} says {expected}, the file is {actual}")
+
+
+class _Walk:
+    """Collects links; every artifact is looked at once, however many others point to it."""
+
+    def __init__(self, progress: Callable[[int], None] | None) -> None:
+        self._progress = progress
+        self._links: list[Link] = []
+        self._seen: dict[tuple[str, Path], int] = {}
+
+    def links(self) -> list[Link]:
+        return sorted(self._links, key=lambda link: _STAGES.index(link.name))
+
+    def _add(self, name: str, path: Path, proof: Callable[[], str]) -> bool:
+        try:
+            link = Link(name, path, True, proof())
+        except (ValueError, OSError) as error:
+            reason = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                reason = f"{error.strerror}: {error.filename}"
+            link = Link(name, path, False, reason)
+        # The same artifact reached by a second way adds a line only when that way finds it broken.
+        key = (name, path.resolve())
+        if key not in self._seen:
+            self._seen[key] = len(self._links)
+            self._links.append(link)
+        elif self._links[self._seen[key]].ok and not link.ok:
+            self._links[self._seen[key]] = link
+        return link.ok
+
+    def _known(self, name: str, path: Path) -> bool:
+        return (name, path.resolve()) in self._seen
+
+    def manifest(self, path: Path, expected: str | None, *, pinned_by: str) -> None:
+        fresh = not self._known("manifest", path)
+
+        def proof() -> str:
+            if expected is not None:
+                _require_digest(path, expected, pinned_by=pinned_by)
+            manifest = load_value_pretrain_manifest(path)
+            pinned = f", as {pinned_by} says" if expected is not None else ""
+            return f"{_short(manifest.sha256)}{pinned}"
+
+        if self._add("manifest", path, proof) and fresh:
+            manifest = load_value_pretrain_manifest(path)
+            self._data("train data", manifest.train)
+            if manifest.heldout is not None:
+                self._data("held-out data", manifest.heldout)
+
+    def _data(self, name: str, spec: ValueDatasetSpec) -> None:
+        def proof() -> str:
+            if not spec.path.is_file():
+                raise FileNotFoundError("missing")
+            digest, rows = hashlib.sha256(), 0
+            with spec.path.open("rb", buffering=1 << 20) as stream:
+                for line in stream:
+                    digest.update(line)
+                    rows += not line.isspace()
+                    if self._progress is not None:
+                        self._progress(len(line))
+            if digest.hexdigest() != spec.sha256:
+                raise ValueError(f"SHA-256 mismatch: manifest says {spec.sha256}, the file is {digest.hexdigest()}")
+            if rows != spec.num_samples:
+                raise ValueError(f"row count mismatch: manifest says {spec.num_samples}, the file has {rows}")
+            return f"{rows} rows, {_short(spec.sha256)}"
+
+        self._add(name, spec.path, proof)
+
+    def critic(self, folder: Path, expected: str | None, *, pinned_by: str) -> None:
+        path = folder / VALUE_PRETRAIN_CONTRACT_NAME
+        fresh = not self._known("contract", path)
+        contract: dict[str, Any] = {}
+        record: dict[str, Any] = {}
+
+        def proof() -> str:
+            contract.update(check_contract(_read_object(path)))
+            data = path.read_bytes()
+            if canonical_json_bytes(contract) != data:
+                raise ValueError("not canonical JSON: the file was changed after it was written")
+            digest = sha256_bytes(data)
+            if expected is not None and digest != expected:
+                raise ValueError(f"SHA-256 mismatch: {pinned_by} says {expected}, the file is {digest}")
+            record.update(self._link_record(folder, digest, contract["completed_steps"]))
+            return f"step {contract['completed_steps']}, {_short(digest)}"
+
+        self._add("contract", path, proof)
+        if not fresh or not contract:
+            return
+        if record:
+            candidates = [(folder / record["manifest_relative_path"]).resolve(), Path(record["manifest_path"])]
+            wanted = contract["source_manifest_sha256"]
+            there = [candidate for candidate in candidates if candidate.is_file()]
+            matching = [candidate for candidate in there if sha256_file(candidate) == wanted]
+            manifest_path = (matching or there or candidates)[0]
+            self.manifest(manifest_path, wanted, pinned_by="the contract")
+            self._agreement(path, contract, manifest_path)
+        self.checkpoint(
+            iteration_folder(folder, contract["completed_steps"]),
+            record.get("checkpoint_manifest_sha256"),
+            name="checkpoint",
+            pinned_by="the contract's link record",
+            iteration=contract["completed_steps"],
+        )
+
+    def _agreement(self, path: Path, contract: Mapping[str, Any], manifest_path: Path) -> None:
+        try:
+            manifest = load_value_pretrain_manifest(manifest_path)
+        except (ValueError, OSError):
+            return
+
+        def proof() -> str:
+            for field, stated, actual in (
+                ("train_dataset_sha256", contract["train_dataset_sha256"], manifest.train.sha256),
+                ("objective", contract["objective"], manifest.objective.to_dict()),
+            ):
+                if stated != actual:
+                    raise ValueError(f"{field} is {stated}, the manifest has {actual}")
+            return ""
+
+        self._add("contract", path, proof)
+
+    @staticmethod
+    def _link_record(folder: Path, digest: str, completed_steps: int) -> dict[str, Any]:
+        links = folder / LINK_FOLDER_NAME
+        path = links / f"{digest}.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no link record {LINK_FOLDER_NAME}/{path.name}: the contract is not one that was published here"
+            )
+        try:
+            record = _read_object(path)
+            if record.get("schema") != LINK_SCHEMA:
+                raise ValueError(f"schema must be {LINK_SCHEMA!r}")
+            check_seal(record)
+            if canonical_json_bytes(record) != path.read_bytes():
+                raise ValueError("not canonical JSON: the file was changed after it was written")
+            require_text(record.get("manifest_path"), field="manifest_path")
+            require_text(record.get("manifest_relative_path"), field="manifest_relative_path")
+            if record["contract_sha256"] != digest or record["completed_steps"] != completed_steps:
+                raise ValueError("speaks of another contract")
+            require_sha256(record.get("checkpoint_manifest_sha256"), field="checkpoint_manifest_sha256")
+        except (ValueError, OSError) as error:
+            raise ValueError(f"link record {LINK_FOLDER_NAME}/{path.name}: {error}") from error
+        for other in sorted(links.glob("*.json")):
+            if other != path:
+                try:
+                    steps = require_int(_read_object(other).get("completed_steps"), field="completed_steps")
+                except (ValueError, OSError) as error:
+                    raise ValueError(f"link record {LINK_FOLDER_NAME}/{other.name}: {error}") from error
+                if steps > completed_steps:
+                    raise ValueError(
+                        f"is of step {completed_steps}, but step {steps} was published too: an older contract was put "
+                        "back, or publication was interrupted; resume the training to finish it"
+                    )
+        return record
+
+    def checkpoint(
+        self, folder: Path, expected: str | None, *, name: str, pinned_by: str, iteration: int | None = None
+    ) -> None:
+        if self._known(name, folder):
+            if expected is not None:
+                self._add(name, folder, lambda: str(read_checkpoint_manifest(folder, expected_sha256=expected)))
+            return
+
+        def proof() -> str:
+            if not folder.is_dir():
+                raise FileNotFoundError("missing")
+            if expected is not None:
+                _require_digest(folder / CHECKPOINT_MANIFEST_NAME, expected, pinned_by=pinned_by)
+            manifest = verify_checkpoint_manifest(folder, progress=self._progress)
+            facts = manifest["facts"]
+            if iteration is not None and facts.get("iteration", iteration) != iteration:
+                raise ValueError(
+                    f"{CHECKPOINT_MANIFEST_NAME}: iteration is {facts['iteration']}, expected {iteration}"
+                )
+            if name == "checkpoint" and facts.get("role", "critic") != "critic":
+                raise ValueError(f"{CHECKPOINT_MANIFEST_NAME}: role is {facts['role']!r}, expected 'critic'")
+            size = sum(entry["size"] for entry in manifest["files"])
+            return f"{len(manifest['files'])} files, {size / 1e6:.1f} MB"
+
+        self._add(name, folder, proof)
+
+    def report(self, path: Path, expected: str | None, *, pinned_by: str, critic_folder: Path | None = None) -> None:
+        report: dict[str, Any] = {}
+
+        def proof() -> str:
+            if expected is not None:
+                _require_digest(path, expected, pinned_by=pinned_by)
+            found = _read_object(path)
+            if path.read_bytes() != readable_json_bytes(found):
+                raise ValueError("not the bytes that were written: layout changed")
+            report.update(check_report(found))
+            figures = report["aggregate"]
+            shown = ", ".join(
+                f"{name.split('_')[0]} EV {figures[name]['metrics']['explained_variance']:+.4f}" for name in figures
+            )
+            return f"gate {'passed' if report['passed'] else 'FAILED'}, {shown}"
+
+        if not self._add("evaluation report", path, proof):
+            return
+        checkpoint = report["checkpoint"]
+        folder = critic_folder or Path(checkpoint["path"])
+        self.critic(folder, checkpoint.get("contract_sha256"), pinned_by="the evaluation report")
+        pinned = checkpoint.get("checkpoint_manifest_sha256")
+        if pinned is not None:
+            self.checkpoint(
+                iteration_folder(folder, checkpoint["contract_completed_steps"]),
+                pinned,
+                name="checkpoint",
+                pinned_by="the evaluation report",
+            )
+        self._report_agreement(path, report, folder)
+
+    def _report_agreement(self, path: Path, report: Mapping[str, Any], folder: Path) -> None:
+        stated = report["manifest"]
+        manifests = [link.path for link in self._links if link.name == "manifest"]
+        if not manifests:
+            self.manifest(Path(stated["path"]), stated["sha256"], pinned_by="the evaluation report")
+            manifests = [Path(stated["path"])]
+        try:
+            manifest = load_value_pretrain_manifest(manifests[0])
+            contract = check_contract(_read_object(folder / VALUE_PRETRAIN_CONTRACT_NAME))
+        except (ValueError, OSError):
+            return
+
+        def proof() -> str:
+            spec = {"train": manifest.train, "heldout": manifest.heldout}.get(stated["split"])
+            if spec is None:
+                raise ValueError(f"split {stated['split']!r} is not in the manifest")
+            for field, said, actual in (
+                ("manifest.sha256", stated["sha256"], manifest.sha256),
+                ("manifest.dataset_sha256", stated["dataset_sha256"], spec.sha256),
+                ("manifest.dataset_num_samples", stated["dataset_num_samples"], spec.num_samples),
+                (
+                    "checkpoint.contract_completed_steps",
+                    report["checkpoint"]["contract_completed_steps"],
+                    contract["completed_steps"],
+                ),
+            ):
+                if said != actual:
+                    raise ValueError(f"{field} is {said}, the chain has {actual}")
+            return ""
+
+        self._add("evaluation report", path, proof)
+
+    def run(self, folder: Path) -> None:
+        record: dict[str, Any] = {}
+
+        def proof() -> str:
+            record.update(read_run_record(folder))
+            for entry in record.get("checkpoints", []) + record.get("files", []):
+                require_text(entry.get("path"), field="path")
+            return f"{len(record.get('checkpoints', []))} checkpoints, {len(record.get('files', []))} files"
+
+        if not self._add("run", folder / RUN_RECORD_NAME, proof):
+            return
+        used = record.get("value_pretraining")
+        if used is not None:
+            contract = (folder / used["contract_path"]).resolve()
+            self.critic(contract.parent, used["contract_sha256"], pinned_by="the run")
+            if used.get("eval_report_path") is not None:
+                self.report(
+                    (folder / used["eval_report_path"]).resolve(),
+                    used["eval_report_sha256"],
+                    pinned_by="the run",
+                    critic_folder=contract.parent,
+                )
+        for entry in record.get("files", []):
+            self._run_file(folder / entry["path"], entry)
+        for entry in record.get("checkpoints", []):
+            self.checkpoint(
+                (folder / entry["path"]).resolve(),
+                entry["manifest_sha256"],
+                name="run checkpoint",
+                pinned_by="the run",
+            )
+
+    def _run_file(self, path: Path, entry: Mapping[str, Any]) -> None:
+        def proof() -> str:
+            _require_digest(path, entry["sha256"], pinned_by="the run")
+            return f"{entry['size']} bytes, {_short(entry['sha256'])}"
+
+        self._add("run file", path, proof)
+
+
+def verify_chain(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Link]:
+    """Walk the chain from any of its artifacts, and return its links from the manifest to the run.
+
+    Args:
+        path: a run folder, a critic folder, one checkpoint folder, an evaluation report, a contract or a manifest.
+        progress: told the number of bytes after each piece that was hashed; called from several threads.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: `path` is none of these.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    walk = _Walk(progress)
+    if path.is_dir():
+        if (path / RUN_RECORD_NAME).exists():
+            walk.run(path)
+        elif (path / VALUE_PRETRAIN_CONTRACT_NAME).exists() or (path / LINK_FOLDER_NAME).is_dir():
+            walk.critic(path, None, pinned_by="")
+        elif (path / CHECKPOINT_MANIFEST_NAME).exists():
+            walk.checkpoint(path, None, name="run checkpoint", pinned_by="")
+        else:
+            raise ValueError(
+                f"{path}: holds neither {RUN_RECORD_NAME}, {VALUE_PRETRAIN_CONTRACT_NAME} "
+                f"nor {CHECKPOINT_MANIFEST_NAME}"
+            )
+        return walk.links()
+    if path.name == RUN_RECORD_NAME:
+        walk.run(path.parent)
+    elif path.name == VALUE_PRETRAIN_CONTRACT_NAME:
+        walk.critic(path.parent, None, pinned_by="")
+    elif path.name == CHECKPOINT_MANIFEST_NAME:
+        walk.checkpoint(path.parent, None, name="run checkpoint", pinned_by="")
+    else:
+        _walk_by_schema(walk, path)
+    return walk.links()
+
+
+def _walk_by_schema(walk: _Walk, path: Path) -> None:
+    try:
+        schema = _read_object(path).get("schema")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if schema == VALUE_EVAL_REPORT_SCHEMA:
+        walk.report(path, None, pinned_by="")
+    elif schema == VALUE_PRETRAIN_SCHEMA:
+        walk.manifest(path, None, pinned_by="")
+    else:
+        known = (
+            VALUE_PRETRAIN_SCHEMA,
+            VALUE_PRETRAIN_CONTRACT_SCHEMA,
+            VALUE_EVAL_REPORT_SCHEMA,
+            CHECKPOINT_MANIFEST_SCHEMA,
+        )
+        raise ValueError(f"{path}: schema {schema!r} is none of {', '.join(known)}")
+
+
+def first_broken(links: Sequence[Link]) -> Link | None:
+    """Return the first link that does not hold, or None."""
+    return next((link for link in links if not link.ok), None)

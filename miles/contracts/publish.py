@@ -1,0 +1,128 @@
+"""Files and folders appear whole or not at all: temporary name in the same folder, fsync, then one rename or link."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from miles.contracts.canonical import canonical_json_bytes, readable_json_bytes
+
+
+def fsync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make the names inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.fsync(descriptor)
+
+
+def _write_temporary(temporary: Path, data: bytes, *, exclusive: bool, mode: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if exclusive else os.O_TRUNC)
+    descriptor = os.open(temporary, flags, mode)
+    try:
+        _write_all(descriptor, data)
+    except OSError as error:
+        # A full disk reports no file name by itself.
+        raise OSError(error.errno, error.strerror, str(temporary)) from error
+    finally:
+        os.close(descriptor)
+
+
+def publish_bytes(
+    path: str | os.PathLike[str],
+    data: bytes,
+    replace: bool = True,
+    *,
+    temporary_name: str | None = None,
+    mode: int = 0o644,
+) -> Path:
+    """Write `data` to `path` so that no reader ever sees a part of it.
+
+    Args:
+        replace: True renames over an earlier file; False links, so an existing name is never replaced.
+        temporary_name: fixed temporary name in the same folder; a leftover of a killed run is overwritten.
+        mode: permission bits of a new file.
+
+    Raises:
+        FileExistsError: `replace` is False and `path` exists, be it a dangling link.
+        OSError: the disk is full, or another error of the file system; nothing is left behind.
+    """
+    path = Path(path)
+    temporary = path.parent / (temporary_name or f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    if not replace and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(path))
+    try:
+        _write_temporary(temporary, data, exclusive=temporary_name is None, mode=mode)
+        if replace:
+            os.replace(temporary, path)
+        else:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(path)) from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    fsync_folder(path.parent)
+    return path
+
+
+def publish_json(
+    path: str | os.PathLike[str], value: Any, replace: bool = True, *, readable: bool = False, mode: int = 0o644
+) -> bytes:
+    """Publish `value` as canonical JSON (or indented, when `readable`) and return the bytes written."""
+    data = readable_json_bytes(value) if readable else canonical_json_bytes(value)
+    publish_bytes(path, data, replace, mode=mode)
+    return data
+
+
+def fsync_tree(folder: str | os.PathLike[str]) -> None:
+    """Make every file and name below `folder` durable."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_folder(parent)
+
+
+def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str], *, replace: bool = False) -> Path:
+    """Rename a finished folder to its final name on the same file system, after fsync of all it holds.
+
+    Args:
+        replace: move an earlier folder of that name aside first and delete it afterwards.
+
+    Raises:
+        FileExistsError: `final` exists, is not an empty folder, and `replace` is False.
+    """
+    temporary, final = Path(temporary), Path(final)
+    fsync_tree(temporary)
+    occupied = os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or any(final.iterdir()))
+    if occupied and not replace:
+        raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(final))
+    aside = final.parent / f".{final.name}.replaced.{os.getpid()}.{secrets.token_hex(4)}"
+    if occupied:
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    fsync_folder(final.parent)
+    if occupied:
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside)
+        else:
+            aside.unlink()
+    return final

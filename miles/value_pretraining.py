@@ -1,0 +1,636 @@
+"""Offline value pretraining: manifest, dataset, deterministic batches, checkpoint contract (formulas A1 to A5).
+
+    manifest = load_value_pretrain_manifest(path, expected_sha256=None)
+    dataset = ValuePretrainDataset(manifest.train, manifest.objective)
+    for indices in dataset.batch_indices(global_batch_size=g, epochs=e, seed=s): ...
+    path, sha256 = write_value_pretrain_contract(folder, manifest=manifest, completed_steps=n, model_identity=name,
+                                                 seed=s, global_batch_size=g)
+    contract = load_value_pretrain_contract(folder, expected_sha256=None)     # a dict
+
+`prepare_value_pretraining(args, ...)` is everything `train_value.py` refuses before a device is reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.contracts.canonical import UTF8_BOM, StrictJsonError, parse_strict_json, require_finite, require_int
+from miles.contracts.chain import write_link_record
+from miles.contracts.publish import publish_bytes
+from miles.contracts.value_schema import (
+    VALUE_PRETRAIN_CONTRACT_NAME,
+    VALUE_PRETRAIN_CONTRACT_SCHEMA,
+    VALUE_PRETRAIN_SCHEMA,
+    ValueDatasetSpec,
+    ValueObjective,
+    ValuePretrainManifest,
+    batch_plan,
+    contract_bytes,
+    contract_path,
+    contract_sha256,
+    load_value_pretrain_contract,
+    load_value_pretrain_manifest,
+)
+from miles.value_evaluation import refuse_existing_report, select_mixed_label_batches
+
+__all__ = [
+    "VALUE_PRETRAIN_CONTRACT_NAME",
+    "VALUE_PRETRAIN_CONTRACT_SCHEMA",
+    "VALUE_PRETRAIN_SCHEMA",
+    "ResumePoint",
+    "ValueDatasetSpec",
+    "ValueObjective",
+    "ValuePretrainDataset",
+    "ValuePretrainManifest",
+    "ValuePretrainPlan",
+    "ValueSample",
+    "check_loaded_iterations",
+    "check_online_contract",
+    "check_parallel_layout",
+    "contract_sha256",
+    "load_and_check_resume",
+    "load_value_pretrain_contract",
+    "load_value_pretrain_manifest",
+    "objective_args",
+    "parse_value_row",
+    "prepare_value_pretraining",
+    "refuse_canary_over_contract",
+    "value_pretrain_num_steps",
+    "write_value_pretrain_contract",
+]
+
+MAX_ROW_BYTES = 64 << 20
+MAX_TOKEN_ID = 2**31 - 1
+_INT = {int}
+_MASK_TYPES = {int, bool}
+_NUMBER_TYPES = {int, float}
+
+
+@dataclass(frozen=True)
+class ValueSample:
+    """One row: prompt and response tokens, and a target and a mask for each of the `response_length` last tokens."""
+
+    sample_id: str
+    tokens: tuple[int, ...]
+    response_length: int
+    returns: tuple[float, ...]
+    loss_mask: tuple[int, ...]
+
+
+def _check_row(row: object, objective: ValueObjective) -> ValueSample:
+    if not isinstance(row, dict):
+        raise ValueError("must be a JSON object")
+    sample_id = row.get("sample_id")
+    if not isinstance(sample_id, str) or not sample_id:
+        raise ValueError(f"sample_id must be a non-empty string, got {sample_id!r}")
+    tokens = row.get("tokens")
+    # Types are compared as a set: a bool is an int to isinstance, and a loop over a million tokens is slow.
+    if not isinstance(tokens, list) or len(tokens) < 2 or set(map(type, tokens)) != _INT or min(tokens) < 0:
+        raise ValueError("tokens must be a list of at least two non-negative integers")
+    if max(tokens) > MAX_TOKEN_ID:
+        raise ValueError(f"tokens must be at most {MAX_TOKEN_ID}, got {max(tokens)}")
+    length = require_int(row.get("response_length"), field="response_length", minimum=1)
+    if length >= len(tokens):
+        raise ValueError(f"response_length {length} must leave at least one prompt token of {len(tokens)} tokens")
+    raw_returns = row.get("returns")
+    if not isinstance(raw_returns, list) or len(raw_returns) != length:
+        raise ValueError(f"returns must be a list of response_length={length} finite numbers")
+    if not set(map(type, raw_returns)) <= _NUMBER_TYPES:
+        raise ValueError("returns must be finite numbers")
+    returns = tuple(require_finite(value, field="returns") for value in raw_returns)
+    if objective.loss_type == "classification":
+        low, high = objective.reward_low, objective.reward_high
+        if min(returns) < low or max(returns) > high:
+            worst = min(returns) if min(returns) < low else max(returns)
+            raise ValueError(f"classification returns must stay inside [{low}, {high}], got {worst}")
+    raw_mask = row.get("loss_mask", [1] * length)
+    if not isinstance(raw_mask, list) or len(raw_mask) != length:
+        raise ValueError(f"loss_mask must be a list of response_length={length} zeros and ones")
+    if not set(map(type, raw_mask)) <= _MASK_TYPES or min(raw_mask) < 0 or max(raw_mask) > 1:
+        raise ValueError("loss_mask values must be 0, 1, false or true")
+    if not any(raw_mask):
+        raise ValueError("loss_mask must select at least one target token")
+    return ValueSample(sample_id, tuple(tokens), length, returns, tuple(map(int, raw_mask)))
+
+
+def parse_value_row(line: bytes, *, objective: ValueObjective, location: str) -> ValueSample:
+    """Parse and validate one JSONL row (formulas A3).
+
+    Raises:
+        ValueError: beginning with `location`; CRLF line ends, NaN, duplicate keys and bytes that are not UTF-8 too.
+    """
+    if line.endswith(b"\r\n"):
+        raise ValueError(f"{location}: line ends in CRLF; expected LF")
+    try:
+        return _check_row(parse_strict_json(line.removesuffix(b"\n")), objective)
+    except StrictJsonError as error:
+        raise ValueError(f"{location}: invalid JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
+
+
+def _digest64(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+class _RowIndex:
+    """Where each row begins, and 64 bits of the digest of its bytes: 16 bytes a row."""
+
+    def __init__(self) -> None:
+        self.offsets = array("Q")
+        self.digests = array("Q")
+        self.max_token_id = 0
+        self.max_tokens = 0
+
+
+class ValuePretrainDataset:
+    """The rows of one split, verified when opened and again whenever one is read (formulas A3).
+
+    Opening reads the file once: it is hashed and every row validated in the same pass. Afterwards 16 bytes a row are
+    held, never the rows.
+
+    Attributes:
+        spec: the split of the manifest it was opened from (`path`, `sha256`, `num_samples`).
+        objective: the manifest's objective.
+        max_token_id: largest token id in any row.
+        max_tokens: number of tokens of the longest row.
+
+    Raises:
+        FileNotFoundError: the data file does not exist.
+        ValueError: a row is bad (the message begins with `path:line`), two rows share a sample_id, the SHA-256 or the
+            number of rows differs from the manifest, or the file changed while it was read.
+    """
+
+    def __init__(self, spec: ValueDatasetSpec, objective: ValueObjective) -> None:
+        self.spec = spec
+        self.objective = objective
+        if not spec.path.is_file():
+            raise FileNotFoundError(f"value-pretraining dataset does not exist: {spec.path}")
+        self._index = self._open_and_verify()
+        self.max_token_id = self._index.max_token_id
+        self.max_tokens = self._index.max_tokens
+
+    def __len__(self) -> int:
+        return len(self._index.offsets)
+
+    def _open_and_verify(self) -> _RowIndex:
+        index, digest, path = _RowIndex(), hashlib.sha256(), self.spec.path
+        id_digests = array("Q")
+        bad_row: ValueError | None = None
+        with path.open("rb", buffering=1 << 20) as stream:
+            before = os.fstat(stream.fileno())
+            offset, line_number = 0, 0
+            while line := stream.readline(MAX_ROW_BYTES + 1):
+                line_number += 1
+                digest.update(line)
+                start, offset = offset, offset + len(line)
+                if bad_row is not None or line.isspace():
+                    continue
+                location = f"{path}:{line_number}"
+                try:
+                    if len(line) > MAX_ROW_BYTES:
+                        raise ValueError(f"{location}: row is longer than {MAX_ROW_BYTES} bytes")
+                    if start == 0 and line.startswith(UTF8_BOM):
+                        raise ValueError(f"{location}: starts with a byte-order mark; expected plain UTF-8")
+                    sample = parse_value_row(line, objective=self.objective, location=location)
+                except ValueError as error:
+                    # The rest is hashed first: a file that is not the manifest's is told so before its rows are.
+                    bad_row = error
+                    continue
+                index.offsets.append(start)
+                index.digests.append(_digest64(line))
+                id_digests.append(_digest64(sample.sample_id.encode("utf-8", "surrogatepass")))
+                index.max_token_id = max(index.max_token_id, max(sample.tokens))
+                index.max_tokens = max(index.max_tokens, len(sample.tokens))
+            after, named = os.fstat(stream.fileno()), os.stat(path)
+        if any(_identity(other) != _identity(before) for other in (after, named)):
+            raise ValueError(f"dataset changed while it was read: {path}")
+        if digest.hexdigest() != self.spec.sha256:
+            raise ValueError(
+                f"dataset SHA-256 mismatch for {path}: expected {self.spec.sha256}, got {digest.hexdigest()}"
+            )
+        if bad_row is not None:
+            raise bad_row
+        self._index = index
+        self._refuse_duplicate_ids(id_digests)
+        if len(index.offsets) != self.spec.num_samples:
+            raise ValueError(
+                f"dataset row-count mismatch for {path}: expected {self.spec.num_samples}, got {len(index.offsets)}"
+            )
+        return index
+
+    def _refuse_duplicate_ids(self, id_digests: array[int]) -> None:
+        order = sorted(range(len(id_digests)), key=id_digests.__getitem__)
+        suspects: set[int] = set()
+        for left, right in zip(order, order[1:], strict=False):
+            if id_digests[left] == id_digests[right]:
+                suspects.update((left, right))
+        first: dict[str, int] = {}
+        for row in sorted(suspects):
+            sample_id = self.get(row).sample_id
+            if sample_id in first:
+                raise ValueError(
+                    f"{self._location(row)}: duplicate sample_id {sample_id!r}, first at line "
+                    f"{self._line_number(first[sample_id])}"
+                )
+            first[sample_id] = row
+
+    def _line_number(self, row: int) -> int:
+        # Counted only for a message: blank lines make it differ from the row number.
+        left, lines = self._index.offsets[row], 1
+        with self.spec.path.open("rb") as stream:
+            while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
+                left -= len(chunk)
+                lines += chunk.count(b"\n")
+        return lines
+
+    def _location(self, row: int) -> str:
+        return f"{self.spec.path}:{self._line_number(row)}"
+
+    def get(self, index: int) -> ValueSample:
+        """Read row `index` again, verified against the bytes seen when the dataset was opened.
+
+        Raises:
+            IndexError: `index` is a bool, no int, negative, or not below the number of rows.
+            ValueError: the row's bytes changed since the dataset was opened.
+        """
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self):
+            raise IndexError(f"row {index!r} is outside 0..{len(self) - 1} of {self.spec.path}")
+        return self._read([index])[0]
+
+    def _read(self, indices: Sequence[int]) -> list[ValueSample]:
+        samples = []
+        with self.spec.path.open("rb") as stream:
+            for index in indices:
+                stream.seek(self._index.offsets[index])
+                line = stream.readline(MAX_ROW_BYTES + 1)
+                if _digest64(line) != self._index.digests[index]:
+                    raise ValueError(f"dataset changed since it was opened: row {index} of {self.spec.path}")
+                samples.append(
+                    parse_value_row(line, objective=self.objective, location=f"{self.spec.path} row {index}")
+                )
+        return samples
+
+    def batch_indices(self, *, global_batch_size: int, epochs: int, seed: int) -> Iterator[tuple[int, ...]]:
+        """Yield the deterministic batch plan: one tuple of row indices per optimizer step (formulas A3.1).
+
+        Each epoch e shuffles all rows by `random.Random(seed + e)` and drops the rows that fill no whole batch.
+
+        Raises:
+            ValueError: at the call, if there is not one complete global batch.
+        """
+        require_int(seed, field="seed")
+        value_pretrain_num_steps(num_samples=len(self), global_batch_size=global_batch_size, epochs=epochs)
+        return self._batches(global_batch_size, epochs, seed)
+
+    def _batches(self, global_batch_size: int, epochs: int, seed: int) -> Iterator[tuple[int, ...]]:
+        for epoch in range(epochs):
+            rows = list(range(len(self)))
+            random.Random(seed + epoch).shuffle(rows)
+            for start in range(0, len(rows) - global_batch_size + 1, global_batch_size):
+                yield tuple(rows[start : start + global_batch_size])
+
+    def build_rollout_batch(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Read rows into the column batch the trainer takes: one list per column, one entry per row.
+
+        Returns:
+            tokens, response_lengths, returns, loss_masks, sample_indices, sample_ids.
+
+        Raises:
+            IndexError, ValueError: as `get`.
+        """
+        for index in indices:
+            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self):
+                raise IndexError(f"row {index!r} is outside 0..{len(self) - 1} of {self.spec.path}")
+        samples = self._read(indices)
+        return {
+            "tokens": [list(sample.tokens) for sample in samples],
+            "response_lengths": [sample.response_length for sample in samples],
+            "returns": [list(sample.returns) for sample in samples],
+            "loss_masks": [list(sample.loss_mask) for sample in samples],
+            "sample_indices": list(indices),
+            "sample_ids": [sample.sample_id for sample in samples],
+        }
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def value_pretrain_num_steps(*, num_samples: int, global_batch_size: int, epochs: int) -> int:
+    """Return the number of optimizer steps of the batch plan, (N // g) * E.
+
+    Raises:
+        ValueError: an argument is not a positive int, or there is not one complete global batch.
+    """
+    require_int(num_samples, field="num_samples", minimum=1)
+    require_int(global_batch_size, field="global_batch_size", minimum=1)
+    require_int(epochs, field="epochs", minimum=1)
+    if num_samples < global_batch_size:
+        raise ValueError(
+            "value pretraining requires at least one complete global batch: "
+            f"{num_samples} rows for global_batch_size={global_batch_size}"
+        )
+    return num_samples // global_batch_size * epochs
+
+
+def write_value_pretrain_contract(
+    checkpoint: str | os.PathLike[str],
+    *,
+    manifest: ValuePretrainManifest,
+    completed_steps: int,
+    model_identity: str,
+    seed: int,
+    global_batch_size: int,
+) -> tuple[Path, str]:
+    """Publish the contract of a critic folder, after the checkpoint it speaks of was saved (formulas A4).
+
+    A link record, which binds the contract to its manifest's path and to the checkpoint's manifest, is published
+    first; killed in between, the earlier contract stands.
+
+    Returns:
+        The contract's path and the SHA-256 of its canonical bytes.
+
+    Raises:
+        ValueError: a field breaks a rule of A4.
+    """
+    data = contract_bytes(
+        {
+            "schema": VALUE_PRETRAIN_CONTRACT_SCHEMA,
+            "source_manifest_sha256": manifest.sha256,
+            "train_dataset_sha256": manifest.train.sha256,
+            "objective": manifest.objective.to_dict(),
+            "batch_plan": batch_plan(seed=seed, global_batch_size=global_batch_size),
+            "completed_steps": completed_steps,
+            "model_identity": model_identity,
+        }
+    )
+    folder = Path(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / VALUE_PRETRAIN_CONTRACT_NAME
+    write_link_record(folder, contract=data, completed_steps=completed_steps, manifest_path=manifest.path)
+    publish_bytes(path, data, temporary_name=f".{VALUE_PRETRAIN_CONTRACT_NAME}.tmp")
+    return path, hashlib.sha256(data).hexdigest()
+
+
+def objective_args(objective: ValueObjective) -> dict[str, Any]:
+    """Return the trainer arguments an objective sets, for `args.replace(source=..., **objective_args(objective))`."""
+    return {
+        "value_loss_type": objective.loss_type,
+        "value_num_bins": objective.num_bins,
+        "value_reward_range": [objective.reward_low, objective.reward_high],
+        "value_target_type": objective.target_type,
+        "hl_gauss_sigma_ratio": objective.hl_gauss_sigma_ratio,
+    }
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The contract of `--critic-load` and the digest of its bytes."""
+
+    contract: dict[str, Any]
+    sha256: str
+
+    @property
+    def completed_steps(self) -> int:
+        return self.contract["completed_steps"]
+
+
+def load_and_check_resume(
+    critic_load: str | os.PathLike[str] | None,
+    *,
+    manifest: ValuePretrainManifest,
+    seed: int,
+    global_batch_size: int,
+    eval_only: bool = False,
+    expected_sha256: str | None = None,
+) -> ResumePoint | None:
+    """Load the contract in `--critic-load`, if there is one, and refuse one that differs from this run.
+
+    Args:
+        critic_load: critic folder, or None.
+        eval_only: evaluation needs a contract, applies the digest pin, and leaves the batch plan free.
+        expected_sha256: `--critic-value-pretrain-contract-sha256`; used by evaluation only.
+
+    Returns:
+        The resume point, or None for a fresh critic.
+
+    Raises:
+        ValueError: manifest, train data, objective or (in training) batch plan differ, or evaluation has no contract.
+    """
+    if critic_load is None or not contract_path(critic_load).is_file():
+        if eval_only:
+            raise ValueError(
+                f"critic evaluation requires a contracted value checkpoint: no {VALUE_PRETRAIN_CONTRACT_NAME} "
+                f"in --critic-load {critic_load}"
+            )
+        return None
+    contract = load_value_pretrain_contract(critic_load, expected_sha256 if eval_only else None)
+    for field, words, expected in (
+        ("source_manifest_sha256", "was trained from a different value-pretraining manifest", manifest.sha256),
+        ("train_dataset_sha256", "was trained from a different value-pretraining dataset", manifest.train.sha256),
+        ("objective", "used a different value objective", manifest.objective.to_dict()),
+        (
+            "batch_plan",
+            "used a different deterministic batch plan",
+            # Evaluation draws its own batches.
+            contract["batch_plan"] if eval_only else batch_plan(seed=seed, global_batch_size=global_batch_size),
+        ),
+    ):
+        if contract[field] != expected:
+            raise ValueError(
+                f"critic resume checkpoint {words}: {field} is {contract[field]} in {contract_path(critic_load)}, "
+                f"this run has {expected}"
+            )
+    return ResumePoint(contract, hashlib.sha256(contract_bytes(contract)).hexdigest())
+
+
+def refuse_canary_over_contract(critic_save: str | os.PathLike[str]) -> None:
+    """Refuse a one-step canary whose output folder already holds a production contract, be it a dangling link."""
+    path = contract_path(critic_save)
+    if os.path.lexists(path):
+        raise ValueError(f"one-step value-pretraining canary output already contains a production contract: {path}")
+
+
+def check_parallel_layout(
+    *,
+    total_devices: int,
+    model_parallel_size: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    use_dynamic_batch_size: bool,
+) -> int:
+    """Return the critic's data-parallel size.
+
+    Raises:
+        ValueError: devices, global batch or local batch do not divide.
+    """
+    if total_devices % model_parallel_size != 0:
+        raise ValueError(
+            f"critic device count {total_devices} is not divisible by model-parallel size {model_parallel_size}"
+        )
+    dp_size = total_devices // model_parallel_size
+    if global_batch_size % dp_size != 0:
+        raise ValueError(f"global_batch_size={global_batch_size} must be divisible by critic DP size {dp_size}")
+    local = global_batch_size // dp_size
+    if not use_dynamic_batch_size and local % micro_batch_size != 0:
+        raise ValueError(f"local critic batch size {local} must be divisible by micro_batch_size={micro_batch_size}")
+    return dp_size
+
+
+@dataclass(frozen=True)
+class ValuePretrainPlan:
+    """What `train_value.py` knows before it reserves a device."""
+
+    manifest: ValuePretrainManifest
+    dataset: ValuePretrainDataset
+    resume: ResumePoint | None
+    dp_size: int
+    num_steps: int
+    eval_batches: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def resume_after(self) -> int:
+        return 0 if self.resume is None else self.resume.completed_steps
+
+
+def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePretrainPlan:
+    """Do all of `train_value.py` that can be refused before a device is reserved, in the order of the reference.
+
+    Args:
+        args: the parsed arguments.
+        model_parallel_size: devices that hold one copy of the critic.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that names the flag, file, row or field.
+    """
+    if args.value_pretrain_manifest is None:
+        raise ValueError("train_value.py requires --value-pretrain-manifest")
+    if args.train_backend != "megatron":
+        raise ValueError(
+            "offline value pretraining currently requires --train-backend megatron, "
+            f"got --train-backend {args.train_backend}"
+        )
+    eval_only = bool(args.value_pretrain_eval_only)
+    if not eval_only and args.critic_save is None:
+        raise ValueError("value pretraining requires --critic-save, the folder for the critic and its contract")
+    if args.value_pretrain_canary_one_step and not eval_only:
+        refuse_canary_over_contract(args.critic_save)
+    if eval_only:
+        for flag, value in (
+            ("--value-pretrain-eval-report", args.value_pretrain_eval_report),
+            ("--value-pretrain-eval-num-batches", args.value_pretrain_eval_num_batches),
+        ):
+            if value is None:
+                raise ValueError(f"--value-pretrain-eval-only requires {flag}")
+        refuse_existing_report(args.value_pretrain_eval_report)
+    manifest = load_value_pretrain_manifest(args.value_pretrain_manifest, args.value_pretrain_manifest_sha256)
+    # Training always reads the train split; the split flag is about evaluation.
+    spec = manifest.heldout if eval_only and args.value_pretrain_eval_split == "heldout" else manifest.train
+    if spec is None:
+        raise ValueError(f"value-pretraining manifest has no heldout split: {manifest.path}")
+    resume = load_and_check_resume(
+        args.critic_load,
+        manifest=manifest,
+        seed=args.seed,
+        global_batch_size=args.global_batch_size,
+        eval_only=eval_only,
+        expected_sha256=args.critic_value_pretrain_contract_sha256,
+    )
+    dp_size = check_parallel_layout(
+        total_devices=args.critic_num_nodes * args.critic_num_gpus_per_node,
+        model_parallel_size=model_parallel_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        use_dynamic_batch_size=args.use_dynamic_batch_size,
+    )
+    num_steps = value_pretrain_num_steps(
+        num_samples=manifest.train.num_samples,
+        global_batch_size=args.global_batch_size,
+        epochs=args.value_pretrain_epochs,
+    )
+    if not eval_only and resume is not None and resume.completed_steps > num_steps:
+        raise ValueError(f"critic checkpoint step {resume.completed_steps} exceeds the {num_steps}-step batch plan")
+    dataset = ValuePretrainDataset(spec, manifest.objective)
+    batches = None
+    if eval_only:
+        batches = select_mixed_label_batches(
+            dataset,
+            global_batch_size=args.global_batch_size,
+            num_batches=args.value_pretrain_eval_num_batches,
+            seed=args.seed,
+        )
+    return ValuePretrainPlan(manifest, dataset, resume, dp_size, num_steps, batches)
+
+
+def check_loaded_iterations(loaded: Sequence[int | None], *, resume: ResumePoint | None) -> int:
+    """Return the one iteration all ranks loaded, which the contract must name; without a contract it must be 0.
+
+    Args:
+        loaded: what the critic group's `init` returned, None where a rank has none.
+
+    Raises:
+        RuntimeError: no rank, or two ranks that disagree.
+        ValueError: the iteration is not the contract's, or is above 0 without a contract.
+    """
+    present = sorted({value for value in loaded if value is not None})
+    if len(present) != 1:
+        raise RuntimeError(f"critic ranks disagree about the loaded checkpoint iteration: {list(loaded)}")
+    iteration = present[0]
+    if resume is not None and iteration != resume.completed_steps:
+        raise ValueError(
+            f"critic checkpoint iteration {iteration} disagrees with contract step {resume.completed_steps}"
+        )
+    if resume is None and iteration != 0:
+        raise ValueError(
+            f"critic checkpoint iteration {iteration} without a value-pretraining contract is ambiguous; "
+            "start from an actor checkpoint or model folder, or resume from a contracted critic"
+        )
+    return iteration
+
+
+def check_online_contract(
+    critic_load: str | os.PathLike[str],
+    *,
+    expected_sha256: str | None = None,
+    expected_model_identity: str | None = None,
+    stated: Mapping[str, Any] | None = None,
+) -> tuple[ValueObjective, ResumePoint]:
+    """Load the contract of the critic that online training consumes (formulas A10).
+
+    Args:
+        expected_sha256: `--critic-value-pretrain-contract-sha256`.
+        expected_model_identity: refuse a critic pretrained from another model; None does not compare.
+        stated: value-head arguments the user set by hand (names of `objective_args`); each must agree.
+
+    Returns:
+        The objective to restore, and the contract.
+
+    Raises:
+        FileNotFoundError: the folder holds no contract.
+        ValueError: the digest does not match, or a field disagrees; the message names it.
+    """
+    contract = load_value_pretrain_contract(critic_load, expected_sha256)
+    where = contract_path(critic_load)
+    if expected_model_identity is not None and contract["model_identity"] != expected_model_identity:
+        raise ValueError(
+            f"critic contract does not match the run: model_identity is {contract['model_identity']!r} in {where}, "
+            f"the run has {expected_model_identity!r}"
+        )
+    objective = ValueObjective.from_dict(contract["objective"])
+    restored = objective_args(objective)
+    for name, value in (stated or {}).items():
+        actual = list(value) if isinstance(value, tuple) else value
+        if restored[name] != actual:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"critic contract does not match the run: {flag} is {actual!r}, {where} has {restored[name]!r}"
+            )
+    return objective, ResumePoint(contract, contract_sha256(critic_load))
