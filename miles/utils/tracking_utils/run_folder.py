@@ -13,11 +13,12 @@ from typing import Any
 import miles
 from miles.config.args import Args, Entry
 from miles.config.files import config_yaml
-from miles.contracts.publish import publish_bytes, publish_json
+from miles.contracts.chain import RUN_RECORD_NAME, write_run_record
+from miles.contracts.publish import publish_bytes
 from miles.utils.audit_utils.process_identity import MainProcessIdentity
 
 CONFIG_FILE = "config.yaml"
-RUN_FILE = "run.json"
+RUN_FILE = RUN_RECORD_NAME
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -55,7 +56,7 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         publish_bytes(folder / CONFIG_FILE, text.encode())
         earlier = read_run_json(folder).get("starts", [])
-        update_run_json(folder, schema="miles.run.v1", starts=[*earlier, start])
+        update_run_json(folder, starts=[*earlier, start])
     except OSError as error:
         raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
     return folder
@@ -76,10 +77,8 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
 
 
 def update_run_json(run_dir: str | Path, **facts: Any) -> dict[str, Any]:
-    """Set top-level keys of run.json (objects, lists and all are replaced whole), atomically; return the result."""
-    merged = read_run_json(run_dir) | facts
-    publish_json(Path(run_dir) / RUN_FILE, merged, readable=True)
-    return merged
+    """Set top-level keys of run.json (objects, lists and all are replaced whole), seal it, return what was written."""
+    return write_run_record(run_dir, read_run_json(run_dir) | facts)
 
 
 def installed_versions() -> dict[str, str | None]:
