@@ -1,0 +1,1 @@
+"""Reads a run folder and draws it: one offline HTML page, one picture for a README."""
