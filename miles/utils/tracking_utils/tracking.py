@@ -40,7 +40,7 @@ class Tracker:
         self._wandb = _wandb_run(args) if args.use_wandb else None
 
     def log(self, step: int, stage: str, metrics: Mapping[str, Any]) -> None:
-        """Write one line. Numbers reach TensorBoard and W&B as 'STAGE/NAME'; other JSON values stay in the line.
+        """Write one line. Numbers reach TensorBoard and W&B, as 'STAGE/NAME' unless the name has a slash; other JSON values stay in the line.
 
         A number that is not finite is written as null, for JSON has no name for it.
         """
@@ -50,7 +50,7 @@ class Tracker:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         numbers = {
-            f"{stage}/{name}": value
+            name if "/" in name else f"{stage}/{name}": value
             for name, value in plain.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
