@@ -18,6 +18,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ class ValuePretrainDataset:
     def _refuse_duplicate_ids(self, id_digests: array[int]) -> None:
         order = sorted(range(len(id_digests)), key=id_digests.__getitem__)
         suspects: set[int] = set()
-        for left, right in zip(order, order[1:], strict=False):
+        for left, right in pairwise(order):
             if id_digests[left] == id_digests[right]:
                 suspects.update((left, right))
         first: dict[str, int] = {}
@@ -502,7 +503,7 @@ class ValuePretrainPlan:
 
 
 def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePretrainPlan:
-    """Do all of `train_value.py` that can be refused before a device is reserved, in the order of the reference.
+    """Do all of `train_value.py` that can be refused before a device is reserved; what costs least comes first.
 
     Args:
         args: the parsed arguments.

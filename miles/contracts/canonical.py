@@ -52,10 +52,14 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates, parse_constant=_refuse_constant)
+_LENIENT_DECODER = json.JSONDecoder(object_pairs_hook=_object_without_duplicates)
 
 
-def parse_strict_json(data: bytes) -> Any:
+def parse_strict_json(data: bytes, *, allow_non_finite: bool = False) -> Any:
     """Parse UTF-8 JSON and refuse what Python's parser lets through.
+
+    Args:
+        allow_non_finite: let NaN and Infinity through, for a caller that looks at each number itself.
 
     Raises:
         StrictJsonError: not UTF-8, a byte-order mark, a duplicate key, NaN or Infinity, or not JSON at all.
@@ -63,7 +67,8 @@ def parse_strict_json(data: bytes) -> Any:
     if data.startswith(UTF8_BOM):
         raise StrictJsonError("starts with a byte-order mark; expected plain UTF-8")
     try:
-        return _DECODER.decode(data.decode("utf-8"))
+        decoder = _LENIENT_DECODER if allow_non_finite else _DECODER
+        return decoder.decode(data.decode("utf-8"))
     except StrictJsonError:
         raise
     except UnicodeDecodeError as error:

@@ -61,6 +61,7 @@ _STAGES = (
     "manifest",
     "train data",
     "held-out data",
+    "conversion report",
     "contract",
     "checkpoint",
     "evaluation report",
@@ -253,6 +254,23 @@ class _Walk:
             self._data("train data", manifest.train)
             if manifest.heldout is not None:
                 self._data("held-out data", manifest.heldout)
+            self._conversion_report(path)
+
+    def _conversion_report(self, manifest: Path) -> None:
+        provenance = _read_object(manifest).get("provenance")
+        made_by_us = isinstance(provenance, dict) and isinstance(provenance.get("conversion_report"), dict)
+        if not made_by_us:
+            return
+        entry = provenance["conversion_report"]
+        path = manifest.resolve().parent / str(entry.get("path"))
+
+        def proof() -> str:
+            wanted = require_sha256(entry.get("sha256"), field="provenance.conversion_report.sha256")
+            _require_digest(path, wanted, pinned_by="the manifest")
+            report = _read_object(path)
+            return f"{report.get('rows_kept')} of {report.get('rows_read')} rollouts kept, {_short(wanted)}"
+
+        self._add("conversion report", path, proof)
 
     def _data(self, name: str, spec: ValueDatasetSpec) -> None:
         def proof() -> str:

@@ -50,9 +50,8 @@ class ValueObjective:
         require_finite(self.reward_low, field="objective.reward_range[0]")
         require_finite(self.reward_high, field="objective.reward_range[1]")
         if not self.reward_low < self.reward_high:
-            raise ValueError(
-                f"objective.reward_range must be [LOW, HIGH] with LOW < HIGH, got [{self.reward_low}, {self.reward_high}]"
-            )
+            shown = f"[{self.reward_low}, {self.reward_high}]"
+            raise ValueError(f"objective.reward_range must be [LOW, HIGH] with LOW < HIGH, got {shown}")
         if self.target_type not in TARGET_TYPES:
             raise ValueError(
                 f"objective.target_type must be one of {', '.join(TARGET_TYPES)}, got {self.target_type!r}"
@@ -239,7 +238,8 @@ def load_value_pretrain_contract(
     digest = sha256_bytes(data)
     if expected_sha256 is not None and digest != expected_sha256:
         raise ValueError(
-            f"value-pretraining checkpoint contract SHA-256 mismatch: expected {expected_sha256}, got {digest} ({path})"
+            "value-pretraining checkpoint contract SHA-256 mismatch: "
+            f"expected {expected_sha256}, got {digest} ({path})"
         )
     try:
         return check_contract(parse_strict_json(data))
