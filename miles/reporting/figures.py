@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from miles.reporting.series import Series
 
@@ -27,6 +28,7 @@ _THEMED = {
     "c5": "#131415",
     "c6": "#161718",
     "c7": "#191a1b",
+    "c8": "#1c1d1e",
 }
 _PAPER = {
     "ink": "#3b4252",
@@ -37,9 +39,11 @@ _PAPER = {
     "c4": "#7d49c2",
     "c5": "#b3306d",
     "c6": "#8a6d00",
-    "c7": "#6b7280",
+    "c7": "#0f7d8c",
+    "c8": "#6b7280",
 }
-_MAX_POINTS = 600
+MAX_POINTS = 600  # of one curve
+_EXTREMES: dict[str, Callable[[Sequence[float]], float]] = {"_max": max, "_min": min}
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ PAPER = Theme(_PAPER)
 
 def draw_svg(draw: Callable[[Axes, Theme], None], *, salt: str, width: float = 5.6, height: float = 2.9) -> str:
     """One axes drawn by `draw`, as an `<svg>` element. `salt` keeps element ids apart within a page."""
-    with matplotlib.rc_context(_style(THEMED) | {"svg.hashsalt": salt, "svg.fonttype": "none"}):
+    with matplotlib.rc_context(_style(THEMED, salt=salt)):
         figure, axes = _new_figure(FigureCanvasSVG, width, height)
         draw(axes, THEMED)
         buffer = io.StringIO()
@@ -88,8 +92,10 @@ def _new_figure(canvas: type, width: float, height: float) -> tuple[Figure, Axes
     return figure, figure.add_subplot()
 
 
-def _style(theme: Theme) -> dict[Any, Any]:
+def _style(theme: Theme, *, salt: str | None = None) -> dict[Any, Any]:
     return {
+        "svg.hashsalt": salt,
+        "svg.fonttype": "none",
         "font.family": "sans-serif",
         "font.size": 10,
         "text.color": theme["ink"],
@@ -132,10 +138,12 @@ def draw_lines(
     ylim: tuple[float | None, float | None] = (None, None),
     log: bool = False,
     reference: float | None = None,
+    xlabel: str = "step",
 ) -> None:
-    """Curves over the step. More than 600 points are averaged in equal runs of steps."""
+    """Curves over the step. More than 600 points are averaged in equal runs of steps (extremes stay extremes)."""
     for line in lines:
-        steps, values = _thin(line.series.steps), _thin(line.series.values)
+        keep = next((keep for suffix, keep in _EXTREMES.items() if line.series.name.endswith(suffix)), fmean)
+        steps, values = _thin(line.series.steps), _thin(line.series.values, keep)
         few = line.dots or len(steps) <= 30
         axes.plot(
             steps, values, color=theme[line.colour], label=line.label, marker="o" if few else None, markersize=3.5
@@ -147,19 +155,22 @@ def draw_lines(
         axes.axhline(reference, color=theme["ink"], linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7)
     if log:
         axes.set_yscale("log")
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     axes.set_ylim(*ylim)
-    axes.set_xlabel("step")
+    axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     if len(lines) > 1:
         axes.legend(loc="best", handlelength=1.4)
 
 
-def _thin(values: Sequence[float]) -> list[float]:
-    if len(values) <= _MAX_POINTS:
+def _thin(values: Sequence[float], keep: Callable[[Sequence[float]], float] = fmean) -> list[float]:
+    if len(values) <= MAX_POINTS:
         return list(values)
-    size = -(-len(values) // _MAX_POINTS)
-    return [sum(run) / len(run) for run in (values[i : i + size] for i in range(0, len(values), size))]
+    size = -(-len(values) // MAX_POINTS)
+    return [keep(values[i : i + size]) for i in range(0, len(values), size)]
 
 
 def draw_stacks(axes: Axes, theme: Theme, steps: Sequence[int], stages: Sequence[tuple[str, Sequence[float]]]) -> None:
@@ -170,13 +181,14 @@ def draw_stacks(axes: Axes, theme: Theme, steps: Sequence[int], stages: Sequence
     gap = min((b - a for a, b in itertools.pairwise(positions)), default=1)
     floor = [0.0] * len(positions)
     for number, (label, seconds) in enumerate(stages):
+        colour = theme["c8" if label == "other" else f"c{number % 7 + 1}"]
         heights = [sum(seconds[i : i + size]) / len(seconds[i : i + size]) for i in starts]
-        axes.bar(positions, heights, width=0.86 * gap, bottom=floor, color=theme[f"c{number % 7 + 1}"], label=label)
+        axes.bar(positions, heights, width=0.86 * gap, bottom=floor, color=colour, label=label)
         floor = [a + b for a, b in zip(floor, heights, strict=True)]
     axes.set_xlabel("step")
     axes.set_ylabel("seconds per step")
     axes.grid(axis="x", visible=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=14, steps=[1, 2, 5, 10]))
     axes.margins(x=0.01)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)

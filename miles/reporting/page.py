@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from miles.reporting.series import Setting
 
 _STYLE = """
-  --c1: #2563c9; --c2: #c2540a; --c3: #17825a; --c4: #7d49c2; --c5: #b3306d; --c6: #8a6d00; --c7: #7b8494;
-  --good: #17825a; --bad: #bb2b2b; }
+:root {
+  color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --ink: #2b303b; --soft: #626b7a; --grid: #d9dde5;
+  --c1: #2563c9; --c2: #c2540a; --c3: #17825a; --c4: #7d49c2; --c5: #b3306d; --c6: #8a6d00; --c7: #0f7d8c;
+  --c8: #7b8494; --good: #17825a; --bad: #bb2b2b; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #14171c; --card: #1d2128; --ink: #dfe3ea; --soft: #9aa3b2; --grid: #39404c;
-    --c1: #7aa9ff; --c2: #ff9a57; --c3: #57cd9b; --c4: #bf9bff; --c5: #ff85b8; --c6: #e0c04d; --c7: #8d96a6;
-    --good: #57cd9b; --bad: #ff7b7b; } }
+    --c1: #7aa9ff; --c2: #ff9a57; --c3: #57cd9b; --c4: #bf9bff; --c5: #ff85b8; --c6: #e0c04d; --c7: #55c4d3;
+    --c8: #8d96a6; --good: #57cd9b; --bad: #ff7b7b; } }
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink);
@@ -117,7 +119,7 @@ def render_page(
         f"<div class='tile'>{_escape(a)}<b>{_escape(b)}</b><span>{_escape(c)}</span></div>" for a, b, c in tiles
     )
     parts.append(f"<div class='tiles'>{tile_html}</div>")
-    parts += [f"<p class='bad'>{_escape(note)}</p>" for note in notes]
+    parts += [f"<p class='soft'>{_escape(note)}</p>" for note in notes]
     figures = "".join(
         f"<figure{' class=wide' if panel.wide else ''}><h3>{_escape(panel.title)}</h3>{panel.svg}"
         f"<figcaption>{_escape(panel.caption)}</figcaption></figure>"

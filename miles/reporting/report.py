@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from miles.contracts.publish import publish_bytes
 from miles.reporting.figures import (
+    MAX_POINTS,
     Line,
     Theme,
     draw_calibration,
@@ -176,10 +177,14 @@ class _Plain:
     log: bool = False
     zero: bool = False
     reference: float | None = None
+    xlabel: str = "step"
 
 
 _PLAIN = (
     _Plain("Value loss", (("value/loss", "value loss"),), "loss per token", "The critic's training loss", zero=True),
+    _Plain("Explained variance of held-out batches", (("value/heldout_explained_variance", "explained variance"),),
+           "1 − Var(R − V) / Var(R)", "Token-weighted explained variance of each evaluation batch (dashed: 0, a constant"
+           " guess)", reference=0.0, xlabel="evaluation batch"),
     _Plain("Response length", (("rollout/response_length_mean", "mean length"),), "tokens",
            "Mean number of response tokens per rollout", zero=True),
     _Plain("Truncated responses", (("rollout/truncated_fraction", "truncated"),), "fraction",
@@ -191,16 +196,16 @@ _PLAIN = (
     _Plain("Clip fraction", (("train/clip_fraction", "clipped"),), "fraction of tokens",
            "Share of tokens whose ratio left the clip band in the direction the advantage pushes", zero=True),
     _Plain("Extremes of the probability ratio", (("train/ratio_max", "largest"), ("train/ratio_min", "smallest")),
-           "ratio (log scale)", "Largest and smallest ratio new / old probability of any token; dashed: 1, no change",
+           "ratio (log scale)", "Largest and smallest ratio new / old probability of any token (dashed: 1, no change)",
            log=True, reference=1.0),
     _Plain("Policy loss", (("train/policy_loss", "policy loss"),), "loss per token",
-           "The actor's clipped surrogate; its level carries no meaning, its jumps do"),
+           "The actor's clipped surrogate; its jumps matter, not its level"),
     _Plain("Gradient norms", (("train/grad_norm", "actor"), ("value/grad_norm", "critic")), "norm before clipping",
            "Global gradient norm of each optimizer step before clipping", log=True),
     _Plain("Learning rates", (("train/lr", "actor"), ("value/lr", "critic")), "learning rate",
            "Learning rate of each optimizer step", zero=True),
     _Plain("Throughput", (("perf/tokens_per_s", "tokens/s"),), "tokens per second",
-           "Trained and generated tokens per second of wall time", zero=True),
+           "Tokens trained on per second of a step's wall time", zero=True),
     _Plain("Supervised warm start", (("sft/loss", "loss"),), "nats per token",
            "Negative log-likelihood of the demonstrations", zero=True),
 )  # fmt: skip
@@ -272,12 +277,24 @@ def _plain_panel(metrics: Metrics, plain: _Plain) -> Panel | None:
     floor = 0.0 if plain.zero and all(value >= 0 for line in lines for value in line.series.values) else None
 
     def draw(axes: Any, theme: Theme) -> None:
-        draw_lines(axes, theme, lines, ylabel=plain.ylabel, ylim=(floor, None), log=log, reference=plain.reference)
+        draw_lines(
+            axes,
+            theme,
+            lines,
+            ylabel=plain.ylabel,
+            ylim=(floor, None),
+            log=log,
+            reference=plain.reference,
+            xlabel=plain.xlabel,
+        )
 
-    courses = "; ".join(f"{line.label}: {_course(line.series)}" for line in lines)
+    if len(lines) == 1:
+        courses = _course(lines[0].series)
+    else:
+        courses = "; ".join(f"{line.label}: {_course(line.series)}" for line in lines)
     absent = [label for name, label in plain.names if metrics.get(name) is None]
     not_logged = f" Not logged: {', '.join(absent)}." if absent else ""
-    return Panel(plain.title, draw_svg(draw, salt=plain.title), f"{plain.about}. {courses}.{not_logged}")
+    return Panel(plain.title, draw_svg(draw, salt=plain.title), f"{plain.about}: {courses}.{not_logged}")
 
 
 def _accuracy_panel(metrics: Metrics) -> Panel | None:
@@ -438,6 +455,8 @@ def _tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
 
 def _notes(metrics: Metrics) -> list[str]:
     notes = []
+    if any(len(series.steps) > MAX_POINTS for name in metrics.names() for series in metrics.all(name)):
+        notes.append(f"Curves of more than {MAX_POINTS} points are averaged over equal runs of steps.")
     if metrics.truncated:
         notes.append("The last line of metrics.jsonl is incomplete (a run that was killed); it is left out.")
     for name, count in sorted(metrics.num_not_finite.items()):
