@@ -1,0 +1,67 @@
+"""Stage 1: arithmetic problems from reasoning-gym, split by problem into train and held-out.
+
+Each row: {"prompt", "label" (the right answer), "metadata" (what reasoning-gym's scorer needs)}.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+
+from miles.contracts.publish import publish_bytes
+
+
+def make_problems(*, dataset: str, config: dict[str, Any], seed: int, num_train: int, num_heldout: int) -> list[dict]:
+    """`num_train + num_heldout` problems with different questions, in an order that `seed` decides.
+
+    Raises:
+        ValueError: the generator does not have that many different problems.
+    """
+    wanted = num_train + num_heldout
+    generator = reasoning_gym.create_dataset(dataset, size=8 * wanted, seed=seed, **config)
+    rows: dict[str, dict] = {}
+    for entry in generator:
+        rows.setdefault(
+            entry["question"],
+            {
+                "prompt": entry["question"],
+                "label": entry["answer"],
+                "metadata": {"dataset": dataset, "entry": entry},
+            },
+        )
+    if len(rows) < wanted:
+        raise ValueError(f"{dataset} gave {len(rows)} different problems, {wanted} are wanted")
+    problems = list(rows.values())
+    random.Random(seed).shuffle(problems)
+    return problems[:wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym data set")
+    parser.add_argument("--dataset-config", type=json.loads, default={}, help="its settings, a JSON object")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-train", type=int, required=True)
+    parser.add_argument("--num-heldout", type=int, required=True)
+    options = parser.parse_args()
+    problems = make_problems(
+        dataset=options.dataset,
+        config=options.dataset_config,
+        seed=options.seed,
+        num_train=options.num_train,
+        num_heldout=options.num_heldout,
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    splits = {"train": problems[: options.num_train], "heldout": problems[options.num_train :]}
+    for name, rows in splits.items():
+        path = options.out / f"{name}.jsonl"
+        publish_bytes(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        print(f"{path}: {len(rows)} problems, such as {rows[0]['prompt']!r} -> {rows[0]['label']!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A group of training ranks as Ray actors. Every call runs on all ranks; results come back in rank order."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from miles.config import Args
+from miles.ray.rollout.train_data_conversion import Box
+from miles.utils.logging_utils import configure_logger
+
+if TYPE_CHECKING:
+    from miles.ray.placement_group import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class TrainRank:
+    """One rank: a process with one device that holds a `MegatronWorker`."""
+
+    def __init__(self, args: Args, role: str, rank: int, world_size: int) -> None:
+        configure_logger(args, source=f"{role}{rank}")
+        self._args, self._role, self._rank, self._world_size = args, role, rank, world_size
+        self._dp_rank = 0
+
+    def address(self) -> tuple[str, int]:
+        """An address and a free port of this host, for the group's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def build(self, master_addr: str, master_port: int) -> dict[str, Any]:
+        """Join the process group and build the (still empty) worker; return where the rank lies in the layout."""
+        from miles.backends.megatron.worker import MegatronWorker
+
+        self._worker = MegatronWorker(
+            self._args,
+            role=self._role,
+            rank=self._rank,
+            world_size=self._world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+        info = self._worker.parallel_info()
+        self._dp_rank = info["dp_rank"]
+        return info
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*arguments, **named)
+
+    def call_on_shard(self, method: str, shards: Sequence[Box], *arguments: Any) -> Any:
+        """Call a method of the worker with this data-parallel rank's shard as its last argument."""
+        return getattr(self._worker, method)(*arguments, ray.get(shards[self._dp_rank].ref))
+
+
+class RayTrainGroup:
+    """All ranks of one role ("actor", "critic" or "sft").
+
+    The group fails as one: when a rank dies or raises, the pending calls of the others are abandoned, for they would
+    wait in a collective for ever.
+    """
+
+    def __init__(self, args: Args, *, role: str, placement: "Placement", **worker_options: Any) -> None:
+        self.role = role
+        self.args = args.for_role("critic" if role == "critic" else "actor")
+        bundles = placement.bundles["critic" if role == "critic" else "actor"]
+        self.world_size = len(bundles)
+        self._worker_options = worker_options
+        remote = ray.remote(TrainRank)
+        self._ranks = [
+            remote.options(
+                scheduling_strategy=placement.strategy(bundle),
+                runtime_env={"env_vars": placement.cluster.worker_env()},
+                **placement.cluster.device_request(1),
+            ).remote(self.args, role, rank, self.world_size)
+            for rank, bundle in enumerate(bundles)
+        ]
+        self.dp_size = 0
+        self._output_ranks: list[int] = []
+
+    async def init(self) -> list[int | None]:
+        """Build models, load checkpoints; the loaded iteration of each rank (0: fresh)."""
+        host, port = await self.free_address()
+        infos = await _all([rank.build.remote(host, port) for rank in self._ranks])
+        self.dp_size = infos[0]["dp_size"]
+        self._output_ranks = [rank for rank, info in enumerate(infos) if info["is_output_rank"]]
+        return await self._call("init", **self._worker_options)
+
+    async def train(self, iteration: int, batch: dict[str, Any]) -> dict[str, Any]:
+        """One optimizer step on the value loss.
+
+        Args:
+            iteration: number of the step, from 1.
+            batch: "data_ref", the shards of `split_train_data_by_dp`; "sample_indices", the rows they hold.
+        """
+        return self._first(await self._call_on_shard("train_value", batch["data_ref"], iteration))
+
+    async def train_policy(self, iteration: int, shards: Sequence[Box]) -> dict[str, Any]:
+        """One optimizer step on the policy loss; its metrics."""
+        return self._first(await self._call_on_shard("train_policy", shards, iteration))
+
+    async def train_sft(self, iteration: int, shards: Sequence[Box]) -> dict[str, Any]:
+        """One optimizer step on the negative log-likelihood of the trainable tokens; its metrics."""
+        return self._first(await self._call_on_shard("train_sft", shards, iteration))
+
+    async def evaluate_critic(self, batch: int, data: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Forward only: a report per rank, None where a rank has none."""
+        logger.debug("evaluating value batch %d", batch)
+        return await self._call_on_shard("evaluate_value", data["data_ref"])
+
+    async def compute_values(self, shards: Sequence[Box]) -> dict[int, Any]:
+        """Values of the response tokens by sample index (float32, response_length each)."""
+        return self._merged(await self._call_on_shard("compute_values", shards))
+
+    async def compute_log_probs(self, shards: Sequence[Box]) -> dict[int, Any]:
+        """Log-probabilities of the response tokens by sample index (float32, response_length each)."""
+        return self._merged(await self._call_on_shard("compute_log_probs", shards))
+
+    async def save_model(self, iteration: int, force_sync: bool = True) -> str:
+        """Save a checkpoint; returns its folder once it is published."""
+        return self._first(await self._call("save_model", iteration, force_sync=force_sync))
+
+    async def export_hf(self, path: str) -> None:
+        """Write the weights as a Hugging Face folder."""
+        await self._call("export_hf", path)
+
+    async def free_address(self) -> tuple[str, int]:
+        """Address of rank 0's host and a port that is free there."""
+        return await self._ranks[0].address.remote()
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """Call a worker's method on every rank; its results in rank order."""
+        return await self._call(method, *arguments, **named)
+
+    def shutdown(self) -> None:
+        """Kill the ranks."""
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        return await _all([rank.call.remote(method, *arguments, **named) for rank in self._ranks])
+
+    async def _call_on_shard(self, method: str, shards: Sequence[Box], *arguments: Any) -> list[Any]:
+        if len(shards) != self.dp_size:
+            raise ValueError(f"{len(shards)} shards for {self.dp_size} data-parallel ranks of the {self.role} group")
+        return await _all([rank.call_on_shard.remote(method, shards, *arguments) for rank in self._ranks])
+
+    def _first(self, results: list[Any]) -> Any:
+        """The result of the first rank that has one; ranks that have one agree."""
+        found = [result for result in results if result is not None]
+        assert found, f"no rank of the {self.role} group returned a result"
+        return found[0]
+
+    def _merged(self, results: list[dict[int, Any] | None]) -> dict[int, Any]:
+        merged: dict[int, Any] = {}
+        for rank in self._output_ranks:
+            part = results[rank]
+            assert part is not None, f"output rank {rank} of the {self.role} group returned nothing"
+            assert not merged.keys() & part.keys(), "two ranks returned the same sample"
+            merged |= part
+        return merged
+
+
+async def _all(refs: list[Any]) -> list[Any]:
+    return list(await asyncio.gather(*refs))

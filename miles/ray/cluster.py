@@ -1,0 +1,96 @@
+"""Connect to a Ray cluster, or start one on this machine; know which resource stands for a training device."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from miles.config import Args
+
+logger = logging.getLogger(__name__)
+
+CPU_DEVICE = "miles_device"
+"""Custom Ray resource that stands for one device on machines without GPUs (`ray start --resources`)."""
+
+_LOCAL_OBJECT_STORE_BYTES = 200 * 1024**2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the driver knows of the cluster.
+
+    Attributes:
+        device_kind: "cuda" or "cpu".
+        resource: the Ray resource that one device takes ("GPU" or `CPU_DEVICE`).
+        single_machine: all nodes are this machine, so loopback suffices between processes.
+    """
+
+    device_kind: str
+    resource: str
+    single_machine: bool
+
+    def device_request(self, amount: float) -> dict[str, object]:
+        """Options of a Ray actor that takes `amount` of a device and no CPU slot."""
+        if self.resource == "GPU":
+            return {"num_gpus": amount, "num_cpus": 0}
+        return {"resources": {self.resource: amount}, "num_cpus": 0} if amount else {"num_cpus": 0}
+
+    def worker_env(self) -> dict[str, str]:
+        """Environment of a training process."""
+        env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        if self.device_kind == "cpu":
+            # Spinning OpenMP threads halve the speed as soon as ranks outnumber cores.
+            env |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
+            if self.single_machine:
+                env["GLOO_SOCKET_IFNAME"] = "lo"
+        return env
+
+
+def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
+    """Join the cluster that RAY_ADDRESS names, or start one here, and check that it holds the devices asked for.
+
+    Args:
+        devices: number of devices by what they are for, such as {"actor": 2, "rollout": 1}.
+
+    Raises:
+        ValueError: the cluster is too small, or has no GPU where --device cuda asks for them.
+    """
+    needed = sum(devices.values())
+    address = os.environ.get("RAY_ADDRESS")
+    if not ray.is_initialized():
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            local: dict[str, object] = {}
+            if args.device != "cuda":
+                local = {"resources": {CPU_DEVICE: needed}, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
+            if args.device == "cpu":
+                local["num_gpus"] = 0
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                **local,  # pyright: ignore[reportArgumentType]
+            )
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    if args.device == "cuda" and gpus == 0:
+        raise ValueError("--device cuda: no node of the Ray cluster has a GPU")
+    kind = "cuda" if args.device == "cuda" or (args.device == "auto" and gpus > 0) else "cpu"
+    resource = "GPU" if kind == "cuda" else CPU_DEVICE
+    available = int(resources.get(resource, 0))
+    if available < needed:
+        wanted = " + ".join(f"{count} {purpose}" for purpose, count in devices.items())
+        hint = "" if kind == "cuda" else f"; start nodes with ray start --resources='{{\"{CPU_DEVICE}\": N}}'"
+        raise ValueError(f"{needed} devices are needed ({wanted}), the Ray cluster has {available}{hint}")
+    nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    logger.info("Ray cluster: %d node(s), %d of %d devices (%s) taken", len(nodes), needed, available, kind)
+    return Cluster(device_kind=kind, resource=resource, single_machine=len(nodes) == 1)
+
+
+def disconnect() -> None:
+    """Leave the cluster; a cluster that `connect` started ends with all its processes."""
+    if ray.is_initialized():
+        ray.shutdown()

@@ -1,0 +1,60 @@
+"""How an entry program ends: one clear line, an exit code, no process left behind."""
+
+import asyncio
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from miles.ray.cluster import disconnect
+from miles.utils.tracking_utils.tracking import finish_tracking
+
+logger = logging.getLogger(__name__)
+
+
+def run_program(name: str, work: Coroutine[Any, Any, Any]) -> None:
+    """Run `work` and leave the cluster; an error becomes one line and exit code 1 (130 when interrupted)."""
+    with reported(name):
+        asyncio.run(work)
+
+
+@contextmanager
+def reported(name: str) -> Iterator[None]:
+    """Report an error of the body as one line and exit; a traceback too where the log level is DEBUG."""
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; nothing half-written is left, published checkpoints stand", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (Exception, asyncio.CancelledError) as error:
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        finish_tracking()
+        disconnect()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def one_line(error: BaseException) -> str:
+    """The reason of an error, without Ray's wrapping and without a traceback."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return one_line(error.cause) if isinstance(error.cause, BaseException) else str(error).splitlines()[-1]
+    if isinstance(error, ray.exceptions.RayActorError):
+        reason = " ".join(str(error).split())
+        return f"a training rank or the rollout side died: {reason[:400]}"
+    text = str(error).strip() or type(error).__name__
+    # Mistakes of the user speak for themselves; of other errors the kind is part of what they say.
+    known = isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError)
+    return text if known else f"{type(error).__name__}: {text}"
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,136 @@
+"""Online RL: actor and critic groups, rollout engines, PPO. One process drives; Ray runs the rest."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from miles.config import Args
+from miles.contracts.canonical import parse_strict_json
+from miles.contracts.chain import describe_value_pretraining, first_broken, verify_chain
+from miles.contracts.value_report import check_report
+from miles.contracts.value_schema import contract_path
+from miles.utils.arguments import parse_args
+from miles.utils.logging_utils import configure_logger
+from miles.utils.tracking_utils.run_folder import create_run_folder, update_run_json
+from miles.utils.tracking_utils.tracking import init_tracking
+from miles.value_pretraining import check_online_contract, objective_args
+
+logger = logging.getLogger("train")
+
+
+def settle(args: Args) -> Args:
+    """Fill in where checkpoints go, and restore the value head that the critic's contract states.
+
+    Raises:
+        ValueError: the contract does not match the run, naming the field.
+        FileNotFoundError: a contract digest is given, but `--critic-load` holds no contract.
+    """
+    assert args.run_dir is not None
+    if args.canary_one_step:
+        args = args.replace(source="canary", num_rollout=1)
+    if args.save is None:
+        folder = Path(args.run_dir) / "checkpoints"
+        args = args.replace(source="run_dir", save=str(folder / "actor"), critic_save=str(folder / "critic"))
+    if args.critic_load is None:
+        return args
+    if args.critic_value_pretrain_contract_sha256 is None and not contract_path(args.critic_load).exists():
+        logger.warning("--critic-load %s holds no value-pretraining contract: no proof", args.critic_load)
+        return args
+    head = ("value_loss_type", "value_num_bins", "value_reward_range", "value_target_type", "hl_gauss_sigma_ratio")
+    stated = {name: getattr(args, name) for name in head if args.source_of(name) != "default"}
+    objective, resume = check_online_contract(
+        args.critic_load,
+        expected_sha256=args.critic_value_pretrain_contract_sha256,
+        expected_model_identity=args.hf_checkpoint,
+        stated=stated,
+    )
+    if args.critic_value_eval_report is not None:
+        check_passed_report(args.critic_value_eval_report, contract_digest=resume.sha256)
+    return args.replace(source="contract", **objective_args(objective))
+
+
+def check_passed_report(path: str, *, contract_digest: str) -> None:
+    """Raise ValueError unless the evaluation report at `path` passed its gate for the critic of that contract."""
+    try:
+        report = check_report(parse_strict_json(Path(path).read_bytes()))
+    except ValueError as error:
+        raise ValueError(f"--critic-value-eval-report {path}: {error}") from None
+    if not report["passed"]:
+        raise ValueError(f"--critic-value-eval-report {path}: this critic did not pass its gate")
+    if report["checkpoint"]["contract_sha256"] != contract_digest:
+        raise ValueError(
+            f"--critic-value-eval-report {path}: checkpoint.contract_sha256 is "
+            f"{report['checkpoint']['contract_sha256']}, the contract of --critic-load is {contract_digest}"
+        )
+
+
+async def main(args: Args, state: dict[str, Any] | None) -> None:
+    """All rollouts from `state` (None: from the start) to the last."""
+    from miles.ray.online import OnlineTrainer, newest_checkpoints
+    from miles.ray.placement_group import contracted_critic
+    from miles.ray.progress import progress_bar
+
+    assert args.num_rollout is not None and args.run_dir is not None
+    first = 0 if state is None else state["rollout_id"] + 1
+    if first >= args.num_rollout:
+        raise ValueError(f"--num-rollout {args.num_rollout}: the run folder already holds {first} rollouts")
+    tracker = init_tracking(args, resume_step=first)
+    trainer = OnlineTrainer(contracted_critic(args) if state is None else newest_checkpoints(args, state), tracker)
+    await trainer.start(state)
+    if args.eval_prompt_data is not None and state is None:
+        logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))["eval/accuracy"])
+    with progress_bar("online RL", total=args.num_rollout, done=first) as advance:
+        for rollout_id in range(first, args.num_rollout):
+            figures = await trainer.step(rollout_id)
+            done = rollout_id + 1
+            last = done == args.num_rollout
+            if args.eval_prompt_data is not None and (last or (args.eval_interval and done % args.eval_interval == 0)):
+                figures |= await trainer.evaluate(done)
+            if last or (args.save_interval and done % args.save_interval == 0):
+                await trainer.save(rollout_id)
+            shown = [f"reward {figures['rollout/reward_mean']:.3f}"]
+            if "eval/accuracy" in figures:
+                shown.append(f"held-out accuracy {figures['eval/accuracy']:.1%}")
+            advance(", ".join(shown))
+    if args.canary_one_step:
+        await check_canary(args, trainer)
+    await trainer.stop()
+    print(f"online RL: {args.num_rollout} rollouts, run folder {args.run_dir}")
+
+
+async def check_canary(args: Args, trainer: Any) -> None:
+    """What one step must show: the engine serves the updated policy, the chain holds, a resume answers the same."""
+    assert args.run_dir is not None
+    difference = await trainer.engine_log_prob_difference(1)
+    print(f"canary: engine and actor after the update: largest log-prob difference {difference:.2e}")
+    if not difference < (5e-2 if args.bf16 else 1e-4):
+        raise RuntimeError(f"the engine does not serve the updated policy: log-probs differ by {difference:.3g}")
+    links = verify_chain(args.run_dir)
+    if (broken := first_broken(links)) is not None:
+        raise RuntimeError(f"broken link {broken.name}: {broken.path}: {broken.detail}")
+    print(f"canary: chain verified, {len(links)} links hold")
+    log_probs, values = await trainer.compare_with_saved(2)
+    print(f"canary: resumed from the save: log-probs differ by {log_probs:.2e}, values by {values:.2e}")
+    if max(log_probs, values) > (1e-2 if args.bf16 else 1e-5):
+        raise RuntimeError("a resume from the save does not answer as the saved run did")
+
+
+if __name__ == "__main__":
+    settings = parse_args(entry="train")
+    configure_logger(settings, source="train")
+    try:
+        settings = settle(settings)
+        # Needs no Ray, but lies in a room that imports it, which takes a second: after the cheaper refusals.
+        from miles.ray.online import resume_state
+        from miles.ray.program import run_program
+
+        resumed = resume_state(settings)
+        folder = create_run_folder(settings, entry="train")
+        if settings.critic_load is not None and contract_path(settings.critic_load).exists():
+            consumed = describe_value_pretraining(
+                folder, critic_load=settings.critic_load, eval_report=settings.critic_value_eval_report
+            )
+            update_run_json(folder, value_pretraining=consumed)
+    except (ValueError, OSError) as mistake:
+        raise SystemExit(f"train.py: {mistake}") from None
+    run_program("train.py", main(settings, resumed))
