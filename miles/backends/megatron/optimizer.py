@@ -1,0 +1,95 @@
+"""Megatron's optimizer and learning-rate schedule from our settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
+    """Give the model fp32 gradient buffers that are averaged over the data-parallel group."""
+    wrapped = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+        ),
+        model,
+    )
+    wrapped.broadcast_params()
+    return wrapped
+
+
+def schedule_length(args: Any) -> int:
+    """Optimizer steps over which the learning rate decays.
+
+    Raises:
+        ValueError: A decaying style without a length, or a warm-up that does not end before it.
+    """
+    if args.lr_decay_style == "constant":
+        return args.lr_warmup_iters + 1
+    steps = args.lr_decay_iters
+    if steps is None:
+        if args.num_rollout is None:
+            raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
+        steps = args.num_rollout * args.num_steps_per_rollout
+    if steps <= args.lr_warmup_iters:
+        raise ValueError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below the schedule's {steps} steps")
+    return steps
+
+
+def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW with decoupled weight decay (none on biases and norms), plain or distributed, and its schedule.
+
+    The schedule advances by one per optimizer step, before the step, so that optimizer step n (from 1) runs at schedule(n):
+    lr * n / warm-up steps during the warm-up, then the decay, which reaches `min_lr` at the last step.
+
+    Raises:
+        ValueError: The learning-rate settings contradict each other.
+    """
+    if args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} is above the peak learning rate {args.lr}")
+    steps = schedule_length(args)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config, [model])  # type: ignore[list-item]
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=steps,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        # The command line of the resuming run decides; only the number of steps taken comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, scheduler
+
+
+def current_lr(optimizer: MegatronOptimizer) -> float:
+    """Learning rate of the first parameter group that is scheduled."""
+    return float(optimizer.param_groups[0]["lr"])

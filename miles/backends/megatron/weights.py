@@ -1,0 +1,267 @@
+"""Our own mapping between Hugging Face's weights and Megatron's, both ways, for Llama, Qwen2 and Qwen3 dense decoders.
+
+Megatron keeps query, key and value of one group of heads side by side (q..q k v | q..q k v | ...), gate and up
+projections in one matrix (per tensor-parallel rank: its rows of gate, then its rows of up), and pads the vocabulary. A
+`Rule` says this of one Megatron parameter; everything else here walks the list of rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from miles.backends.megatron.architecture import Architecture
+from miles.backends.megatron.hf_files import HFWeights
+from miles.backends.megatron.parallel import ParallelState
+
+Kind = Literal["copy", "rows", "columns", "qkv", "gate_up", "vocab"]
+TensorInfo = tuple[str, torch.dtype, tuple[int, ...]]
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+# Buffers that old exports carry and nobody loads.
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one Megatron parameter is made of Hugging Face tensors.
+
+    `kind`: "copy" replicates over tensor-parallel ranks; "rows" and "columns" split dimension 0 and 1; "qkv" and "gate_up"
+    merge several tensors as the module docstring says; "vocab" splits dimension 0 after padding.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each Hugging Face tensor."""
+    kind: Kind
+    stage: int
+    """Pipeline stage that holds the parameter."""
+
+
+def build_rules(
+    architecture: Architecture, *, pipeline_size: int, fused_norms: bool = False, output_layer: bool = True
+) -> list[Rule]:
+    """Rules of the whole model in a fixed order, the same on every rank.
+
+    Args:
+        fused_norms: Transformer Engine's names, where a norm's weight belongs to the linear layer after it.
+        output_layer: Whether an untied model's language-model head is included; a critic has none.
+    """
+    a = architecture
+    head, hidden, ffn = a.head_dim, a.hidden_size, a.ffn_hidden_size
+    queries, keys = a.num_attention_heads * head, a.num_query_groups * head
+    per_stage = a.num_layers // pipeline_size
+    last = pipeline_size - 1
+    rules = [Rule("embedding.word_embeddings.weight", (EMBEDDING,), ((a.vocab_size, hidden),), "vocab", 0)]
+    for layer in range(a.num_layers):
+        stage, local = divmod(layer, per_stage)
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
+        attention, mlp = ours + "self_attention.", ours + "mlp."
+        their_attention, their_mlp = theirs + "self_attn.", theirs + "mlp."
+
+        def add(megatron: str, hf: list[str], shapes: list[tuple[int, ...]], kind: Kind, stage: int = stage) -> None:
+            rules.append(Rule(megatron, tuple(hf), tuple(shapes), kind, stage))
+
+        input_norm = attention + "linear_qkv.layer_norm_weight" if fused_norms else ours + "input_layernorm.weight"
+        mlp_norm = mlp + "linear_fc1.layer_norm_weight" if fused_norms else ours + "pre_mlp_layernorm.weight"
+        projections = [their_attention + f"{x}_proj" for x in "qkv"]
+        add(input_norm, [theirs + "input_layernorm.weight"], [(hidden,)], "copy")
+        add(
+            attention + "linear_qkv.weight",
+            [name + ".weight" for name in projections],
+            [(queries, hidden), (keys, hidden), (keys, hidden)],
+            "qkv",
+        )
+        if a.qkv_bias:
+            add(
+                attention + "linear_qkv.bias",
+                [name + ".bias" for name in projections],
+                [(queries,), (keys,), (keys,)],
+                "qkv",
+            )
+        if a.qk_norm:
+            for x in "qk":
+                add(attention + f"{x}_layernorm.weight", [their_attention + f"{x}_norm.weight"], [(head,)], "copy")
+        add(attention + "linear_proj.weight", [their_attention + "o_proj.weight"], [(hidden, queries)], "columns")
+        add(mlp_norm, [theirs + "post_attention_layernorm.weight"], [(hidden,)], "copy")
+        add(
+            mlp + "linear_fc1.weight",
+            [their_mlp + "gate_proj.weight", their_mlp + "up_proj.weight"],
+            [(ffn, hidden), (ffn, hidden)],
+            "gate_up",
+        )
+        add(mlp + "linear_fc2.weight", [their_mlp + "down_proj.weight"], [(hidden, ffn)], "columns")
+    rules.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), "copy", last))
+    if output_layer and not a.tied_embeddings:
+        rules.append(Rule("output_layer.weight", (OUTPUT,), ((a.vocab_size, hidden),), "vocab", last))
+    return rules
+
+
+def to_shard(
+    rule: Rule, tensors: list[torch.Tensor], *, architecture: Architecture, rank: int, size: int
+) -> torch.Tensor:
+    """This tensor-parallel rank's part of a Megatron parameter, from whole Hugging Face tensors."""
+    if rule.kind == "copy":
+        return tensors[0]
+    if rule.kind in ("rows", "columns"):
+        return tensors[0].chunk(size, dim=0 if rule.kind == "rows" else 1)[rank]
+    if rule.kind == "gate_up":
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+    if rule.kind == "vocab":
+        rows = architecture.padded_vocab_size(size) // size
+        part = tensors[0][rank * rows : (rank + 1) * rows]
+        if part.shape[0] == rows:
+            return part
+        padded = part.new_zeros(rows, *part.shape[1:])
+        padded[: part.shape[0]] = part
+        return padded
+    groups = architecture.num_query_groups
+    grouped = [tensor.unflatten(0, (groups, -1)).chunk(size)[rank] for tensor in tensors]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def from_shards(rule: Rule, shards: list[torch.Tensor], *, architecture: Architecture) -> list[torch.Tensor]:
+    """Whole Hugging Face tensors from the parts that the tensor-parallel ranks hold, the inverse of `to_shard`."""
+    if rule.kind == "copy":
+        return [shards[0]]
+    if rule.kind in ("rows", "columns"):
+        return [torch.cat(shards, dim=0 if rule.kind == "rows" else 1)]
+    if rule.kind == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+    if rule.kind == "vocab":
+        return [torch.cat(shards)[: architecture.vocab_size]]
+    grouped = torch.cat(shards).unflatten(0, (architecture.num_query_groups, -1))
+    queries = architecture.num_attention_heads // architecture.num_query_groups * architecture.head_dim
+    parts = grouped.split([queries, architecture.head_dim, architecture.head_dim], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model: torch.nn.Module,
+    folder: str,
+    *,
+    architecture: Architecture,
+    parallel: ParallelState,
+    fused_norms: bool,
+    critic: bool = False,
+) -> None:
+    """Fill this rank's model from a Hugging Face folder, one tensor at a time, strictly.
+
+    Every parameter is filled but a critic's value head, and every tensor of the folder has a place (a critic leaves the
+    language-model head out).
+
+    Args:
+        architecture: As the folder's config.json says it (tied or not).
+
+    Raises:
+        ValueError: Folder or file missing, truncated or damaged; a tensor missing, unknown, or of another shape.
+    """
+    rules = build_rules(architecture, pipeline_size=parallel.pp_size, fused_norms=fused_norms, output_layer=not critic)
+    params = dict(model.named_parameters())
+    unfilled = set(params)
+    if critic:
+        unfilled -= {"output_layer.weight", "output_layer.bias"}
+    with HFWeights(folder) as weights:
+        expected = {name for rule in rules for name in rule.hf} | {OUTPUT}
+        unknown = sorted(n for n in weights.names() - expected if not n.endswith(_IGNORED_SUFFIX))
+        if unknown:
+            raise ValueError(
+                f"{weights.file_of(unknown[0])}: tensor {unknown[0]} has no place in a {architecture.model_type} model"
+                + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
+            )
+        for rule in rules:
+            if rule.stage != parallel.pp_rank:
+                continue
+            tensors = [weights.read(name, shape) for name, shape in zip(rule.hf, rule.shapes, strict=True)]
+            shard = to_shard(rule, tensors, architecture=architecture, rank=parallel.tp_rank, size=parallel.tp_size)
+            assert params[rule.megatron].shape == shard.shape, (rule.megatron, shard.shape)
+            params[rule.megatron].copy_(shard)
+            unfilled.discard(rule.megatron)
+        if "output_layer.weight" in unfilled and architecture.tied_embeddings:
+            # With several pipeline stages the last one keeps its own copy of the tied embedding.
+            rule = rules[0]
+            shard = to_shard(
+                rule,
+                [weights.read(rule.hf[0], rule.shapes[0])],
+                architecture=architecture,
+                rank=parallel.tp_rank,
+                size=parallel.tp_size,
+            )
+            params["output_layer.weight"].copy_(shard)
+            unfilled.discard("output_layer.weight")
+    assert not unfilled, f"parameters without a weight: {sorted(unfilled)}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive rules whose Hugging Face tensors travel together."""
+
+    rules: tuple[Rule, ...]
+    dtype: torch.dtype
+
+    def metadata(self) -> list[TensorInfo]:
+        """(name, dtype, shape) of each tensor, in the order it travels."""
+        return [
+            (name, self.dtype, shape) for rule in self.rules for name, shape in zip(rule.hf, rule.shapes, strict=True)
+        ]
+
+
+def build_buckets(rules: list[Rule], *, dtype: torch.dtype, max_bytes: int) -> list[Bucket]:
+    """Cut the rules, in order, into buckets of at most `max_bytes` (a larger parameter is a bucket by itself)."""
+    buckets: list[list[Rule]] = []
+    room = 0
+    for rule in rules:
+        size = sum(torch.Size(shape).numel() for shape in rule.shapes) * dtype.itemsize
+        if not buckets or size > room:
+            buckets.append([])
+            room = max_bytes
+        buckets[-1].append(rule)
+        room -= size
+    return [Bucket(tuple(rules), dtype) for rules in buckets]
+
+
+@torch.no_grad()
+def gather_bucket(
+    model: torch.nn.Module, bucket: Bucket, *, architecture: Architecture, parallel: ParallelState
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Bring a bucket's weights together on global rank 0 as whole Hugging Face tensors; every rank must iterate.
+
+    Tensor-parallel parts are gathered on the stage that owns them, in the first data-parallel replica; the stage's first
+    rank sends the whole tensors to rank 0.
+
+    Yields:
+        (name, tensor) on rank 0 in the order of `bucket.metadata()`; nothing on other ranks.
+    """
+    if parallel.dp_rank != 0:
+        return
+    params = dict(model.named_parameters())
+    for rule in bucket.rules:
+        tensors: list[torch.Tensor] = []
+        if rule.stage == parallel.pp_rank:
+            local = params[rule.megatron].detach()
+            shards = [local]
+            if parallel.tp_size > 1 and rule.kind != "copy":
+                shards = [torch.empty_like(local) for _ in range(parallel.tp_size)]
+                dist.all_gather(shards, local.contiguous(), group=parallel.tp_group)
+            if parallel.tp_rank == 0:
+                tensors = [tensor.contiguous() for tensor in from_shards(rule, shards, architecture=architecture)]
+        if rule.stage != 0 and parallel.tp_rank == 0:
+            if parallel.pp_rank == rule.stage:
+                for tensor in tensors:
+                    dist.send(tensor, dst=0, group=parallel.pp_group)
+            elif parallel.pp_rank == 0:
+                source = dist.get_global_rank(parallel.pp_group, rule.stage)
+                device = next(iter(params.values())).device
+                tensors = [torch.empty(shape, dtype=bucket.dtype, device=device) for shape in rule.shapes]
+                for tensor in tensors:
+                    dist.recv(tensor, src=source, group=parallel.pp_group)
+        if parallel.rank == 0:
+            yield from zip(rule.hf, tensors, strict=True)
