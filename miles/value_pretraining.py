@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.contracts.canonical import UTF8_BOM, StrictJsonError, parse_strict_json, require_finite, require_int
-from miles.contracts.chain import write_link_record
+from miles.contracts.chain import prune_link_records, write_link_record
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_schema import (
     VALUE_PRETRAIN_CONTRACT_NAME,
@@ -378,6 +378,7 @@ def write_value_pretrain_contract(
     path = folder / VALUE_PRETRAIN_CONTRACT_NAME
     write_link_record(folder, contract=data, completed_steps=completed_steps, manifest_path=manifest.path)
     publish_bytes(path, data, temporary_name=f".{VALUE_PRETRAIN_CONTRACT_NAME}.tmp")
+    prune_link_records(folder, contract=data)
     return path, hashlib.sha256(data).hexdigest()
 
 

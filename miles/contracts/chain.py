@@ -121,6 +121,14 @@ def write_link_record(
     return publish_bytes(links / f"{digest}.json", canonical_json_bytes(record))
 
 
+def prune_link_records(folder: str | os.PathLike[str], *, contract: bytes) -> None:
+    """Delete the link records of earlier contracts, once the contract of `contract`'s bytes is published."""
+    keep = f"{sha256_bytes(contract)}.json"
+    for record in (Path(folder) / LINK_FOLDER_NAME).glob("*.json"):
+        if record.name != keep:
+            record.unlink(missing_ok=True)
+
+
 def describe_checkpoint(run_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> dict[str, str]:
     """Return the `checkpoints` entry of a run record for a saved checkpoint folder."""
     return {
@@ -208,6 +216,22 @@ def _require_digest(path: Path, expected: str, *, pinned_by: str) -> None:
         raise ValueError(f"SHA-256 mismatch: {pinned_by} says {expected}, the file is {actual}")
 
 
+def _read_link_record(path: Path) -> dict[str, Any]:
+    record = _read_object(path)
+    if record.get("schema") != LINK_SCHEMA:
+        raise ValueError(f"schema must be {LINK_SCHEMA!r}")
+    check_seal(record)
+    if canonical_json_bytes(record) != path.read_bytes():
+        raise ValueError("not canonical JSON: the file was changed after it was written")
+    require_text(record.get("manifest_path"), field="manifest_path")
+    require_text(record.get("manifest_relative_path"), field="manifest_relative_path")
+    require_int(record.get("completed_steps"), field="completed_steps", minimum=1)
+    require_sha256(record.get("checkpoint_manifest_sha256"), field="checkpoint_manifest_sha256")
+    if f"{record.get('contract_sha256')}.json" != path.name:
+        raise ValueError("speaks of another contract")
+    return record
+
+
 class _Walk:
     """Collects links; every artifact is looked at once, however many others point to it."""
 
@@ -258,10 +282,9 @@ class _Walk:
 
     def _conversion_report(self, manifest: Path) -> None:
         provenance = _read_object(manifest).get("provenance")
-        made_by_us = isinstance(provenance, dict) and isinstance(provenance.get("conversion_report"), dict)
-        if not made_by_us:
+        entry = provenance.get("conversion_report") if isinstance(provenance, dict) else None
+        if not isinstance(entry, dict):
             return
-        entry = provenance["conversion_report"]
         path = manifest.resolve().parent / str(entry.get("path"))
 
         def proof() -> str:
@@ -353,23 +376,15 @@ class _Walk:
                 f"no link record {LINK_FOLDER_NAME}/{path.name}: the contract is not one that was published here"
             )
         try:
-            record = _read_object(path)
-            if record.get("schema") != LINK_SCHEMA:
-                raise ValueError(f"schema must be {LINK_SCHEMA!r}")
-            check_seal(record)
-            if canonical_json_bytes(record) != path.read_bytes():
-                raise ValueError("not canonical JSON: the file was changed after it was written")
-            require_text(record.get("manifest_path"), field="manifest_path")
-            require_text(record.get("manifest_relative_path"), field="manifest_relative_path")
-            if record["contract_sha256"] != digest or record["completed_steps"] != completed_steps:
+            record = _read_link_record(path)
+            if record["completed_steps"] != completed_steps:
                 raise ValueError("speaks of another contract")
-            require_sha256(record.get("checkpoint_manifest_sha256"), field="checkpoint_manifest_sha256")
         except (ValueError, OSError) as error:
             raise ValueError(f"link record {LINK_FOLDER_NAME}/{path.name}: {error}") from error
         for other in sorted(links.glob("*.json")):
             if other != path:
                 try:
-                    steps = require_int(_read_object(other).get("completed_steps"), field="completed_steps")
+                    steps = _read_link_record(other)["completed_steps"]
                 except (ValueError, OSError) as error:
                     raise ValueError(f"link record {LINK_FOLDER_NAME}/{other.name}: {error}") from error
                 if steps > completed_steps:
