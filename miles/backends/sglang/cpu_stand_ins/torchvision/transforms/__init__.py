@@ -1,0 +1,25 @@
+"""Names that SGLang and transformers import; the modes are real, every transform raises."""
+
+from enum import Enum
+
+
+class InterpolationMode(Enum):
+    """Resampling modes, with the values torchvision gives them."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+def __getattr__(name: str):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*args, **kwargs):
+        raise NotImplementedError(f"torchvision.transforms.{name}: images are not served on a CPU without torchvision")
+
+    return refuse

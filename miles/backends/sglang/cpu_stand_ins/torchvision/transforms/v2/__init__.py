@@ -1,0 +1,3 @@
+"""Second generation of the transforms: importable, and every call raises."""
+
+from torchvision.transforms import InterpolationMode, __getattr__  # noqa: F401

@@ -1,0 +1,1 @@
+"""Sampling responses from engines and scoring them."""

@@ -1,0 +1,1 @@
+"""Ready-made reward functions for `--custom-rm-path`."""
