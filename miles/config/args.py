@@ -125,6 +125,8 @@ class Args(
             source="role:critic",
             tensor_model_parallel_size=self.critic_tensor_model_parallel_size,
             pipeline_model_parallel_size=self.critic_pipeline_model_parallel_size,
+            # One tensor rank has nothing to split the sequence over.
+            sequence_parallel=self.sequence_parallel and self.critic_tensor_model_parallel_size != 1,
             lr=self.critic_lr,
             lr_warmup_iters=self.critic_lr_warmup_iters,
             load=self.critic_load if self.critic_load is not None else self.load,

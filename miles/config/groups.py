@@ -69,6 +69,9 @@ class ModelGroup(Group):
     critic_load: Text | None = Field(
         None, description="Folder of critic checkpoints to resume from, for example a contracted, pretrained critic."
     )
+    critic_value_eval_report: Text | None = Field(
+        None, description="Evaluation report of the critic in --critic-load; refused unless it passed its gate."
+    )
     critic_save: Text | None = Field(
         None, description="Folder to write critic checkpoints to (unset: the value of --save with '_critic' appended)."
     )
@@ -268,7 +271,7 @@ class ValuePretrainGroup(Group):
         "heldout", description="Rows that --value-pretrain-eval-only evaluates on."
     )
     value_pretrain_eval_num_batches: Positive | None = Field(
-        None, description="Disjoint, label-mixed batches to evaluate on (unset: as many as the split holds)."
+        None, description="Disjoint, label-mixed batches to evaluate on."
     )
     value_pretrain_eval_report: Text | None = Field(
         None, description="File to write the evaluation report to; an earlier report is never replaced."
@@ -287,6 +290,7 @@ class RunGroup(Group):
     run_dir: Text | None = Field(
         None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME)."
     )
+    resume: bool = Field(False, description="Continue the run in --run-dir from its last complete save.")
     tensorboard: bool = Field(True, description="Write TensorBoard event files into the run folder.")
     use_wandb: bool = Field(False, description="Log to Weights & Biases too (needs the wandb extra).")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severity to log.")

@@ -1,11 +1,311 @@
-"""Every rule that ties several settings together, or a setting to the disk, checked before Ray starts."""
+"""Every rule that ties several settings together, or a setting to the disk, checked before Ray starts.
 
-from miles.config.args import Args, Entry
+A rule is a generator of complaints about `Args`; `check` runs all that apply and reports every broken one at once.
+Nothing heavy is imported: no torch, no ray, no transformers.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles.config.args import Args, Entry, Role
+from miles.config.groups import ValuePretrainGroup, fields_of, flag_of
+from miles.config.hf_folder import HfFolder, inspect_hf_folder
+
+_BYTES_PER_PARAMETER = 12
+"""A checkpoint holds a float32 weight and Adam's two moments of each parameter."""
 
 
 def check(args: Args, *, entry: Entry) -> list[str]:
-    """Raise a ValueError with a line for each broken rule; return warnings.
+    """Check every rule of a program.
 
-    Imports nothing heavy: no torch, no ray, no transformers.
+    Returns:
+        Warnings: what is allowed but probably not meant.
+
+    Raises:
+        ValueError: a line for each broken rule, naming the flags and files.
     """
-    return []
+    problems = [*_backend(args, entry), *_batch(args, entry), *_schedule(args), *_checkpoints(args, entry)]
+    problems += [*_value_head(args), *_tracking(args)]
+    problems += [*(_online(args) if entry == "train" else _value_pretraining(args))]
+    model = None
+    try:
+        model = _model(args)
+    except ValueError as error:
+        problems.append(f"{flag_of('hf_checkpoint')}: {error}")
+    if model is not None:
+        problems += [*_model_layout(args, entry, model), *_lengths(args, entry, model), *_disk(args, entry, model)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return [*_warnings(args)]
+
+
+def roles_of(entry: Entry) -> tuple[Role, ...]:
+    """The training groups a program runs."""
+    return ("actor", "critic") if entry == "train" else ("critic",)
+
+
+def _backend(args: Args, entry: Entry) -> Iterator[str]:
+    if args.train_backend != "megatron":
+        program = "online training" if entry == "train" else "offline value pretraining"
+        yield f"{program} currently requires --train-backend megatron, got {args.train_backend!r}"
+    if args.context_parallel_size != 1:
+        yield f"--context-parallel-size {args.context_parallel_size}: only 1 is supported"
+
+
+def _batch(args: Args, entry: Entry) -> Iterator[str]:
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"
+    for role in roles_of(entry):
+        devices, replica = args.world_size(role), args.model_parallel_size(role)
+        tensor = args.for_role(role).tensor_model_parallel_size
+        # A critic beside an actor drops sequence parallelism by itself where it has one tensor rank.
+        own = role == "actor" or entry == "train_value"
+        if own and args.sequence_parallel and tensor == 1:
+            yield f"--sequence-parallel needs a tensor-parallel size above 1 for the {role}"
+        if devices % replica:
+            yield (
+                f"{role}: {devices} devices (--{role}-num-nodes x --{role}-num-gpus-per-node) are not divisible by "
+                f"the model-parallel size {replica} (tensor x pipeline x context)"
+            )
+            continue
+        if args.global_batch_size is None:
+            continue
+        replicas = devices // replica
+        # Token-balanced micro-batches deal uneven shares; the batch plan of value pretraining never does.
+        if args.use_dynamic_batch_size and entry == "train":
+            if args.global_batch_size < replicas:
+                yield f"--global-batch-size {args.global_batch_size} leaves some {role} replicas of {replicas} idle"
+        elif args.global_batch_size % replicas:
+            yield (
+                f"--global-batch-size {args.global_batch_size} is not divisible by the {role}'s data-parallel size "
+                f"{replicas}"
+            )
+        elif not args.use_dynamic_batch_size and args.global_batch_size // replicas % args.micro_batch_size:
+            yield (
+                f"the {role}'s local batch {args.global_batch_size // replicas} (--global-batch-size "
+                f"{args.global_batch_size} over {replicas} replicas) is not divisible by --micro-batch-size "
+                f"{args.micro_batch_size}"
+            )
+
+
+def _schedule(args: Args) -> Iterator[str]:
+    if args.lr_decay_style == "constant":
+        for field in ("lr_decay_iters", "min_lr"):
+            if getattr(args, field) != type(args).model_fields[field].default:
+                yield f"{flag_of(field)} has no effect with --lr-decay-style constant"
+    else:
+        assert args.critic_lr is not None
+        if args.min_lr > min(args.lr, args.critic_lr):
+            yield f"--min-lr {args.min_lr} is above the peak learning rate {min(args.lr, args.critic_lr)}"
+        if args.lr_decay_iters is not None:
+            for field in ("lr_warmup_iters", "critic_lr_warmup_iters"):
+                warmup = getattr(args, field)
+                if warmup >= args.lr_decay_iters:
+                    yield f"{flag_of(field)} {warmup} must be below --lr-decay-iters {args.lr_decay_iters}"
+
+
+def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
+    target = "save" if entry == "train" else "critic_save"
+    if args.save_interval is not None and getattr(args, target) is None:
+        yield f"--save-interval has no effect without {flag_of(target)}"
+    if args.critic_value_pretrain_contract_sha256 is not None and args.critic_load is None:
+        yield "--critic-value-pretrain-contract-sha256 pins the contract in --critic-load, which is not given"
+    for field in ("load", "critic_load"):
+        folder = getattr(args, field)
+        # An explicit resume never starts afresh in silence.
+        if folder is not None and not Path(folder).is_dir():
+            yield f"{flag_of(field)} {folder}: no such folder"
+        elif folder is not None and not any(Path(folder).iterdir()):
+            yield f"{flag_of(field)} {folder}: the folder is empty, there is nothing to resume from"
+    for field in ("save", "critic_save", "run_dir"):
+        folder = getattr(args, field)
+        if folder is not None and (reason := _not_writable(Path(folder))):
+            yield f"{flag_of(field)} {folder}: {reason}"
+    if args.save and args.critic_save and Path(args.save).resolve() == Path(args.critic_save).resolve():
+        yield f"--save and --critic-save name the same folder {args.save}"
+
+
+def _value_head(args: Args) -> Iterator[str]:
+    low, high = args.value_reward_range
+    if low >= high:
+        yield f"--value-reward-range {low} {high}: the lower end must be below the upper"
+    if args.value_loss_type == "classification" and args.value_num_bins < 2:
+        yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
+
+
+def _tracking(args: Args) -> Iterator[str]:
+    for field, package, remedy in (
+        ("tensorboard", "tensorboard", "--no-tensorboard or pip install tensorboard"),
+        ("use_wandb", "wandb", "pip install 'miles[wandb]'"),
+    ):
+        if getattr(args, field) and importlib.util.find_spec(package) is None:
+            yield f"{flag_of(field)}: {package} is not installed; {remedy}"
+
+
+def _online(args: Args) -> Iterator[str]:
+    for field in (
+        "hf_checkpoint",
+        "prompt_data",
+        "custom_rm_path",
+        "num_rollout",
+        "rollout_batch_size",
+        "rollout_max_response_len",
+    ):
+        if getattr(args, field) is None:
+            yield f"online training needs {flag_of(field)}"
+    for field in fields_of(ValuePretrainGroup):
+        # A file may serve both programs; a flag is meant for this one.
+        if args.source_of(field) in ("flag", "code"):
+            yield f"{flag_of(field)} belongs to value pretraining (train_value.py), not to online training"
+    for field in ("prompt_data", "eval_prompt_data"):
+        path = getattr(args, field)
+        if path is not None and not Path(path).is_file():
+            yield f"{flag_of(field)} {path}: no such file"
+    if args.custom_rm_path is not None:
+        module, _, _ = args.custom_rm_path.rpartition(":")
+        if module.endswith(".py") and not Path(module).is_file():
+            yield f"--custom-rm-path {args.custom_rm_path}: no such file {module}"
+    if (args.eval_prompt_data is None) != (args.eval_interval is None):
+        yield "--eval-prompt-data and --eval-interval must be given together"
+    if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} is not divisible by --rollout-num-gpus-per-engine "
+            f"{args.rollout_num_gpus_per_engine}"
+        )
+    if args.rollout_batch_size is not None:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        steps = args.num_steps_per_rollout
+        if args.global_batch_size is None:
+            yield f"--num-steps-per-rollout {steps} does not divide the {samples} samples of a rollout"
+        elif args.global_batch_size * steps != samples:
+            yield (
+                f"--global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} must equal "
+                f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
+            )
+    if args.canary_one_step and args.num_critic_only_steps:
+        yield "--canary-one-step updates the actor, --num-critic-only-steps keeps it from doing so"
+    elif args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout:
+        yield (
+            f"--num-critic-only-steps {args.num_critic_only_steps} leaves the actor no step of --num-rollout "
+            f"{args.num_rollout}"
+        )
+    if args.canary_one_step and args.save is None:
+        yield "--canary-one-step saves once, which needs --save"
+
+
+def _value_pretraining(args: Args) -> Iterator[str]:
+    if args.value_pretrain_manifest is None:
+        yield "value pretraining needs --value-pretrain-manifest"
+    if args.hf_checkpoint is None:
+        yield "value pretraining needs --hf-checkpoint, which says what model to build"
+    if args.global_batch_size is None:
+        yield "value pretraining needs --global-batch-size"
+    if args.canary_one_step:
+        yield "--canary-one-step belongs to online training; value pretraining has --value-pretrain-canary-one-step"
+    if args.value_pretrain_eval_only:
+        for field in ("critic_load", "value_pretrain_eval_report", "value_pretrain_eval_num_batches"):
+            if getattr(args, field) is None:
+                yield f"--value-pretrain-eval-only needs {flag_of(field)}"
+        if args.value_pretrain_canary_one_step:
+            yield "--value-pretrain-canary-one-step trains a step, --value-pretrain-eval-only trains none"
+        report = args.value_pretrain_eval_report
+        if report is not None and os.path.lexists(report):
+            yield f"--value-pretrain-eval-report {report} exists already and is never replaced"
+    else:
+        if args.critic_save is None:
+            yield "value pretraining needs --critic-save, the folder for the critic and its contract"
+        for field in ("value_pretrain_eval_report", "value_pretrain_eval_num_batches"):
+            if args.source_of(field) in ("flag", "code"):
+                yield f"{flag_of(field)} has no effect without --value-pretrain-eval-only"
+
+
+def _model(args: Args) -> HfFolder | None:
+    return None if args.hf_checkpoint is None else inspect_hf_folder(args.hf_checkpoint)
+
+
+def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
+    heads = model.number("num_attention_heads")
+    for role in roles_of(entry):
+        sizes = args.for_role(role)
+        prefix = "" if role == "actor" else "critic: "
+        for key, size, field in (
+            ("num_attention_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
+            ("num_key_value_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
+            ("intermediate_size", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
+            ("num_hidden_layers", sizes.pipeline_model_parallel_size, "pipeline_model_parallel_size"),
+        ):
+            count = model.number(key) or (heads if key == "num_key_value_heads" else None)
+            if count is not None and count % size:
+                yield f"{prefix}{flag_of(field)} {size} does not divide {key} {count} of {model.path / 'config.json'}"
+
+
+def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
+    if entry != "train":
+        return
+    response, prompt = args.rollout_max_response_len, args.rollout_max_prompt_len or 1
+    limit = model.number("max_position_embeddings")
+    if response is not None and limit is not None and prompt + response > limit:
+        yield (
+            f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response} exceed the model's "
+            f"max_position_embeddings {limit}"
+        )
+    if response is not None and prompt + response > args.sglang_max_total_tokens:
+        yield (
+            f"--sglang-max-total-tokens {args.sglang_max_total_tokens} cannot hold one prompt of {prompt} and its "
+            f"response of {response} tokens"
+        )
+    if args.max_tokens_per_gpu is not None and response is not None and prompt + response > args.max_tokens_per_gpu:
+        yield (
+            f"--max-tokens-per-gpu {args.max_tokens_per_gpu} cannot hold one prompt of {prompt} and its response of "
+            f"{response} tokens"
+        )
+    vocab_size = model.number("vocab_size")
+    for token in args.rollout_stop_token_ids:
+        if vocab_size is not None and token >= vocab_size:
+            yield f"--rollout-stop-token-ids {token} is outside the model's vocabulary of {vocab_size}"
+
+
+def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
+    if args.value_pretrain_eval_only:
+        return
+    need = model.num_parameters * _BYTES_PER_PARAMETER
+    for field in ("save", "critic_save") if entry == "train" else ("critic_save",):
+        folder = getattr(args, field)
+        if folder is None or _not_writable(Path(folder)):
+            continue
+        free = shutil.disk_usage(_nearest_existing(Path(folder))).free
+        if free < need:
+            yield (
+                f"{flag_of(field)} {folder}: {free / 2**30:.1f} GiB are free, a checkpoint of this model takes about "
+                f"{need / 2**30:.1f} GiB"
+            )
+
+
+def _warnings(args: Args) -> Iterator[str]:
+    if args.bf16 and args.device == "cpu":
+        yield "--bf16 on a CPU is two to three times slower than float32"
+    if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
+        yield "--n-samples-per-eval-prompt above 1 with --eval-temperature 0 repeats the same greedy answer"
+
+
+def _nearest_existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _not_writable(folder: Path) -> str | None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        return "is not a folder"
+    parent = _nearest_existing(folder)
+    if not parent.is_dir():
+        return f"{parent} is not a folder"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"{parent} is not writable"
+    return None

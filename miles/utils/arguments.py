@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from miles.config.args import Args, Entry, nearest
 from miles.config.files import config_yaml, read_config_file
-from miles.config.groups import GROUPS, fields_of
+from miles.config.groups import GROUPS, fields_of, flag_of
 from miles.config.rules import check
 
 logger = logging.getLogger(__name__)
@@ -140,4 +140,30 @@ def _entry_of(args: Args) -> Entry:
 
 
 def _with_manifest(args: Args) -> Args:
-    raise NotImplementedError
+    """Take the objective, and where it is unset the number of steps, from the value-pretraining manifest."""
+    if args.value_pretrain_manifest is None:
+        return args
+    # The manifest's readers stand above this module in the house; only this program start needs them.
+    from miles.contracts.value_schema import load_value_pretrain_manifest
+    from miles.value_pretraining import objective_args, value_pretrain_num_steps
+
+    try:
+        manifest = load_value_pretrain_manifest(args.value_pretrain_manifest, args.value_pretrain_manifest_sha256)
+    except OSError as error:
+        raise ValueError(f"--value-pretrain-manifest: {error}") from None
+    stated = objective_args(manifest.objective)
+    stated["value_reward_range"] = tuple(stated["value_reward_range"])
+    for field, value in stated.items():
+        given = getattr(args, field)
+        if args.source_of(field) != "default" and given != value:
+            raise ValueError(f"{flag_of(field)} is {given}, the objective of {manifest.path} has {value}")
+    if not args.value_pretrain_eval_only and args.global_batch_size is not None:
+        steps = value_pretrain_num_steps(
+            num_samples=manifest.train.num_samples,
+            global_batch_size=args.global_batch_size,
+            epochs=args.value_pretrain_epochs,
+        )
+        if args.num_rollout not in (None, steps):
+            raise ValueError(f"--num-rollout {args.num_rollout} differs from the {steps} steps of the batch plan")
+        stated["num_rollout"] = steps
+    return args.replace(source=f"manifest:{args.value_pretrain_manifest}", **stated)

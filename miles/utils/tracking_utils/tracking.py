@@ -40,8 +40,9 @@ class Tracker:
         self._wandb = _wandb_run(args) if args.use_wandb else None
 
     def log(self, step: int, stage: str, metrics: Mapping[str, Any]) -> None:
-        """Write one line. Numbers reach TensorBoard and W&B, as 'STAGE/NAME' unless the name has a slash; other JSON values stay in the line.
+        """Write one line.
 
+        Numbers reach TensorBoard and W&B too, as 'STAGE/NAME' unless the name has a slash; other values do not.
         A number that is not finite is written as null, for JSON has no name for it.
         """
         assert not _RESERVED & metrics.keys(), f"reserved metric names: {sorted(_RESERVED & metrics.keys())}"

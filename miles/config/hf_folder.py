@@ -1,0 +1,141 @@
+"""What a Hugging Face model folder says of itself without torch: is it there, whole, and of one piece."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfFolder:
+    """Facts of a model folder.
+
+    Attributes:
+        config: the model's own section of config.json.
+        num_parameters: numbers in the weight files together.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    num_parameters: int
+
+    def number(self, key: str) -> int | None:
+        """An integer of the config, None where it is absent."""
+        value = self.config.get(key)
+        return value if isinstance(value, int) else None
+
+
+def inspect_hf_folder(folder: str | Path) -> HfFolder:
+    """Check a model folder's config, weight files and tokenizer, in milliseconds for all but large tokenizers.
+
+    Raises:
+        ValueError: something is missing, truncated or does not fit together; the line names the file.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
+    whole = read_json_object(folder / "config.json")
+    config = whole.get("text_config", whole)
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ValueError(f"{folder / 'config.json'}: vocab_size is missing")
+    count = 0
+    for file in weight_files(folder):
+        for entry in read_safetensors_header(file).values():
+            size = 1
+            for length in entry["shape"]:
+                size *= length
+            count += size
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists():
+        highest = _highest_token_id(tokenizer)
+        if highest >= vocab_size:
+            raise ValueError(
+                f"{tokenizer} does not fit the model: its highest id is {highest}, config.json has vocab_size {vocab_size}"
+            )
+    elif not (folder / "tokenizer.model").exists():
+        raise ValueError(f"model folder {folder} has no tokenizer (tokenizer.json or tokenizer.model)")
+    return HfFolder(path=folder, config=config, num_parameters=count)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index where it has one.
+
+    Raises:
+        ValueError: there is none, or the index cannot be read or lists one that is missing.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"model folder {folder} has no *.safetensors weight file")
+        return files
+    listed = read_json_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index}: expected a 'weight_map' of tensor names to files")
+    files = sorted({folder / str(name) for name in listed.values()})
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{index}: lists {file.name}, which is missing")
+    return files
+
+
+def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor entries ('dtype', 'shape', 'data_offsets') of a file whose size is what they promise.
+
+    A file is 8 bytes of header length, the header as JSON, then the data, whose end the header names.
+
+    Raises:
+        ValueError: the file is truncated or damaged.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if len(prefix) < 8 or 8 + length > size:
+            raise ValueError(f"{path}: truncated: {size} bytes do not hold a safetensors header")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            complete = all(isinstance(entry["shape"], list) for entry in header.values())
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            complete, end = False, size
+    if not complete:
+        raise ValueError(f"{path}: damaged: its safetensors header cannot be read")
+    if size != end:
+        state = "truncated" if size < end else "longer than its header says"
+        raise ValueError(f"{path}: {state}: {size} bytes, its header asks for {end}")
+    return header
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ValueError: it is missing, damaged, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged or truncated: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _highest_token_id(path: Path) -> int:
+    tokenizer = read_json_object(path)
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        # Unigram models list their pieces; the others map pieces to ids.
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+    except (KeyError, TypeError):
+        raise ValueError(f"{path}: not a tokenizer: no vocabulary in it") from None
+    return max(ids, default=-1)
