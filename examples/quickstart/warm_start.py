@@ -6,7 +6,6 @@ what `--target-accuracy` is compared with.
 """
 
 import argparse
-import asyncio
 import itertools
 import math
 import random
@@ -15,18 +14,18 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer
 
 from miles.config import Args
 from miles.data.prompts import PromptSource
 from miles.ray.actor_group import RayTrainGroup
-from miles.ray.cluster import disconnect
 from miles.ray.placement_group import create_placement
+from miles.ray.program import run_program
+from miles.ray.progress import progress_bar
 from miles.ray.rollout.train_data_conversion import split_train_data_by_dp
 from miles.utils.logging_utils import configure_logger
 from miles.utils.tracking_utils.run_folder import create_run_folder
-from miles.utils.tracking_utils.tracking import finish_tracking, init_tracking
+from miles.utils.tracking_utils.tracking import init_tracking
 
 
 def answers_batch(problems: PromptSource, tokenizer: Any) -> dict[str, list]:
@@ -45,8 +44,8 @@ def select(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
     return {name: [column[row] for row in rows] for name, column in batch.items()}
 
 
-async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps: int, eval_interval: int) -> float:
-    """Train until the held-out accuracy reaches the target; write the model to `out`; the accuracy reached.
+async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps: int, eval_interval: int) -> None:
+    """Train until the held-out accuracy reaches the target; write the model to `out`.
 
     Raises:
         ValueError: the target is not reached within `max_steps`.
@@ -63,9 +62,7 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
     order: list[int] = []
     epochs = itertools.count()
     accuracy = 0.0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
-        bar = progress.add_task("warm start", total=max_steps)
+    with progress_bar("warm start", total=max_steps) as advance:
         for step in range(1, max_steps + 1):
             while len(order) < args.global_batch_size:
                 epoch = list(range(len(train["tokens"])))
@@ -79,13 +76,13 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
                 accuracy = float(np.mean([math.exp(float(answer.sum())) for answer in log_probs.values()]))
                 metrics["heldout_accuracy"] = accuracy
             tracker.log(step, "sft", metrics)
-            progress.update(bar, advance=1, description=f"warm start: held-out accuracy {accuracy:.1%}")
+            advance(f"held-out accuracy {accuracy:.1%}")
             if accuracy >= target_accuracy:
                 break
     if accuracy < target_accuracy:
         raise ValueError(f"held-out accuracy is {accuracy:.1%} after {max_steps} steps, {target_accuracy:.1%} wanted")
     await group.export_hf(str(out))
-    return accuracy
+    print(f"{out}: held-out accuracy {accuracy:.1%} at temperature 1")
 
 
 def main() -> None:
@@ -99,20 +96,14 @@ def main() -> None:
     args = Args.build(**yaml.safe_load(options.config.read_text()))
     configure_logger(args, source="warm_start")
     create_run_folder(args, entry="train")
-    try:
-        accuracy = asyncio.run(
-            warm_start(
-                args,
-                out=options.out,
-                target_accuracy=options.target_accuracy,
-                max_steps=options.max_steps,
-                eval_interval=options.eval_interval,
-            )
-        )
-    finally:
-        finish_tracking()
-        disconnect()
-    print(f"{options.out}: held-out accuracy {accuracy:.1%} at temperature 1")
+    work = warm_start(
+        args,
+        out=options.out,
+        target_accuracy=options.target_accuracy,
+        max_steps=options.max_steps,
+        eval_interval=options.eval_interval,
+    )
+    run_program("warm_start.py", work)
 
 
 if __name__ == "__main__":
