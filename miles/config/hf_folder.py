@@ -54,7 +54,7 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
         highest = _highest_token_id(tokenizer)
         if highest >= vocab_size:
             raise ValueError(
-                f"{tokenizer} does not fit the model: its highest id is {highest}, config.json has vocab_size {vocab_size}"
+                f"{tokenizer} does not fit the model: it has id {highest}, config.json has vocab_size {vocab_size}"
             )
     elif not (folder / "tokenizer.model").exists():
         raise ValueError(f"model folder {folder} has no tokenizer (tokenizer.json or tokenizer.model)")
