@@ -10,27 +10,41 @@ from torch import Tensor
 from miles.algorithms.aggregation import masked
 
 _CHUNK = 128  # tokens solved at once by one triangular matrix
+_GROUP_TOKENS = 1 << 22  # padded tokens of the rows that are solved together
 
 
-def discounted_sums(x_T: Tensor, *, decay: float) -> Tensor:
-    """y_t = x_t + decay * y_{t+1}, y beyond the end 0. Float64 in and out, [T].
+def discounted_sums(x_NT: Tensor, *, decay: float) -> Tensor:
+    """y_t = x_t + decay * y_{t+1} along the last dimension, y beyond the end 0. Any leading dimensions, float64.
 
-    Solved in chunks of 128 tokens by one product with a triangular matrix of powers; only the carry from chunk to
-    chunk is sequential.
+    Solved in chunks of up to 128 tokens by one product with a triangular matrix of powers; only the carry from chunk
+    to chunk is sequential.
     """
-    length = x_T.shape[0]
+    length = x_NT.shape[-1]
     if length == 0:
-        return x_T.clone()
-    num_chunks = -(-length // _CHUNK)
-    x_CK = torch.nn.functional.pad(x_T, (0, num_chunks * _CHUNK - length)).view(num_chunks, _CHUNK)
-    step_K = torch.arange(_CHUNK, dtype=x_T.dtype, device=x_T.device)
+        return x_NT.clone()
+    size = min(_CHUNK, length)
+    num_chunks = -(-length // size)
+    x_NCK = torch.nn.functional.pad(x_NT, (0, num_chunks * size - length)).unflatten(-1, (num_chunks, size))
+    step_K = torch.arange(size, dtype=x_NT.dtype, device=x_NT.device)
     distance_KK = step_K[None, :] - step_K[:, None]
     power_KK = torch.where(distance_KK >= 0, decay ** distance_KK.clamp(min=0), 0.0)
-    y_CK = x_CK @ power_KK.T
-    carry_K = decay ** (_CHUNK - step_K)
+    y_NCK = x_NCK @ power_KK.T
+    carry_K = decay ** (size - step_K)
     for chunk in range(num_chunks - 2, -1, -1):
-        y_CK[chunk] += carry_K * y_CK[chunk + 1, 0]
-    return y_CK.reshape(-1)[:length]
+        y_NCK[..., chunk, :] += carry_K * y_NCK[..., chunk + 1, :1]
+    return y_NCK.flatten(-2)[..., :length]
+
+
+def _check_decays(gamma: float, lam: float) -> None:
+    for name, number in (("gamma", gamma), ("lambda", lam)):
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+
+
+def _gae_compressed(*, reward_NA: Tensor, value_NA: Tensor, gamma: float, lam: float) -> Tensor:
+    """Advantages over trainable tokens that stand side by side, rows filled up with zeros at the end. Float64."""
+    next_value_NA = torch.nn.functional.pad(value_NA[..., 1:], (0, 1))
+    return discounted_sums(reward_NA + gamma * next_value_NA - value_NA, decay=gamma * lam)
 
 
 def gae(
@@ -65,9 +79,7 @@ def gae(
             f"rewards {tuple(rewards_T.shape)}, values {tuple(values_T.shape)} and loss mask"
             f" {tuple(loss_mask_T.shape)} must have one and the same length"
         )
-    for name, number in (("gamma", gamma), ("lambda", lam)):
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+    _check_decays(gamma, lam)
     active_T = loss_mask_T.bool()
     reward_A = rewards_T[active_T].double()
     value_A = values_T[active_T].double()
@@ -75,9 +87,7 @@ def gae(
         reward_A[-1] += terminal_reward
     elif terminal_reward != 0.0:
         raise ValueError("the loss mask is empty: there is no trainable token to put the terminal reward on")
-    next_value_A = torch.cat([value_A[1:], value_A.new_zeros(min(1, len(value_A)))])
-    delta_A = reward_A + gamma * next_value_A - value_A
-    advantage_A = discounted_sums(delta_A, decay=gamma * lam)
+    advantage_A = _gae_compressed(reward_NA=reward_A, value_NA=value_A, gamma=gamma, lam=lam)
     advantages_T = torch.zeros_like(values_T)
     returns_T = torch.zeros_like(values_T)
     advantages_T[active_T] = advantage_A.to(values_T.dtype)
@@ -135,27 +145,50 @@ def compute_advantages_and_returns(
     if estimator != "gae":
         raise ValueError(f"unknown advantage estimator {estimator!r}, expected 'gae'")
     critic_lam = lam if critic_lam is None else critic_lam
-    advantages: list[Tensor] = []
-    returns: list[Tensor] = []
-    masks = [torch.as_tensor(np.asarray(mask)) for mask in batch["loss_masks"]]
-    for row, (reward, values, mask_T) in enumerate(zip(batch["rewards"], batch["values"], masks, strict=True)):
-        values_T = torch.as_tensor(np.asarray(values, dtype=np.float32))
-        if not torch.isfinite(masked(values_T, mask_T)).all():
+    _check_decays(gamma, lam)
+    _check_decays(gamma, critic_lam)
+    masks = [np.asarray(mask).astype(bool) for mask in batch["loss_masks"]]
+    values = [np.asarray(row_values, dtype=np.float64) for row_values in batch["values"]]
+    for row, (row_values, mask) in enumerate(zip(values, masks, strict=True)):
+        if row_values.shape != mask.shape or row_values.ndim != 1:
+            raise ValueError(f"row {row}: {row_values.shape} values for {mask.shape} mask entries")
+        if not np.isfinite(row_values[mask]).all():
             raise ValueError(f"row {row}: the critic's values are not finite on trainable tokens")
-        # a row without trainable tokens has nothing to learn from its reward
-        terminal_reward = float(reward) if mask_T.any() else 0.0
-        common = {
-            "rewards_T": torch.zeros_like(values_T),
-            "values_T": values_T,
-            "loss_mask_T": mask_T,
-            "terminal_reward": terminal_reward,
-            "gamma": gamma,
-        }
-        advantages_T, returns_T = gae(**common, lam=lam)
+    advantages = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
+    returns = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
+    for rows in _groups([int(mask.sum()) for mask in masks]):
+        longest = int(masks[rows[-1]].sum())
+        reward_NA = torch.zeros(len(rows), longest, dtype=torch.float64)
+        value_NA = torch.zeros(len(rows), longest, dtype=torch.float64)
+        for i, row in enumerate(rows):
+            active_values = values[row][masks[row]]
+            value_NA[i, : len(active_values)] = torch.from_numpy(active_values)
+            reward_NA[i, len(active_values) - 1] = float(batch["rewards"][row])
+        advantage_NA = _gae_compressed(reward_NA=reward_NA, value_NA=value_NA, gamma=gamma, lam=lam)
+        critic_NA = advantage_NA
         if critic_lam != lam:
-            _, returns_T = gae(**common, lam=critic_lam)
-        advantages.append(advantages_T)
-        returns.append(returns_T)
+            critic_NA = _gae_compressed(reward_NA=reward_NA, value_NA=value_NA, gamma=gamma, lam=critic_lam)
+        return_NA = critic_NA + value_NA
+        for i, row in enumerate(rows):
+            active = int(masks[row].sum())
+            advantages[row][masks[row]] = advantage_NA[i, :active].numpy()
+            returns[row][masks[row]] = return_NA[i, :active].numpy()
     if normalize:
-        advantages = whiten(advantages_N=advantages, loss_masks_N=masks)
-    return [a.numpy() for a in advantages], [r.numpy() for r in returns]
+        white = whiten(
+            advantages_N=[torch.from_numpy(a) for a in advantages], loss_masks_N=[torch.from_numpy(m) for m in masks]
+        )
+        advantages = [a.numpy() for a in white]
+    return advantages, returns
+
+
+def _groups(active_counts: Sequence[int]) -> list[list[int]]:
+    """Rows with trainable tokens in groups of similar length, shortest first, bounded in padded size."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(active_counts)), key=active_counts.__getitem__):
+        # a row without trainable tokens has nothing to learn from its reward
+        if active_counts[row] == 0:
+            continue
+        if not groups or (len(groups[-1]) + 1) * active_counts[row] > _GROUP_TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    return groups

@@ -107,7 +107,7 @@ def balanced_partition(costs: np.ndarray, *, num_parts: int, max_swaps: int = 20
     for _ in range(max_swaps):
         heavy, light = int(load_P.argmax()), int(load_P.argmin())
         gap = load_P[heavy] - load_P[light]
-        if load_P[heavy] <= _BALANCED * load_P.mean():
+        if load_P[heavy] <= _BALANCED * load_P.mean() or not parts[light]:
             break
         # of all pairs, the one whose exchange comes closest to halving the gap
         light_costs = costs[parts[light]]

@@ -163,7 +163,7 @@ def draw_lines(
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     if len(lines) > 1:
-        axes.legend(loc="best", handlelength=1.4)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(lines), handlelength=1.4)
 
 
 def _thin(values: Sequence[float], keep: Callable[[Sequence[float]], float] = fmean) -> list[float]:

@@ -183,8 +183,9 @@ class _Plain:
 _PLAIN = (
     _Plain("Value loss", (("value/loss", "value loss"),), "loss per token", "The critic's training loss", zero=True),
     _Plain("Explained variance of held-out batches", (("value/heldout_explained_variance", "explained variance"),),
-           "1 − Var(R − V) / Var(R)", "Token-weighted explained variance of each evaluation batch (dashed: 0, a constant"
-           " guess)", reference=0.0, xlabel="evaluation batch"),
+           "1 − Var(R − V) / Var(R)",
+           "Explained variance of each evaluation batch, token weighted (dashed: a constant guess)",
+           reference=0.0, xlabel="evaluation batch"),
     _Plain("Response length", (("rollout/response_length_mean", "mean length"),), "tokens",
            "Mean number of response tokens per rollout", zero=True),
     _Plain("Truncated responses", (("rollout/truncated_fraction", "truncated"),), "fraction",
