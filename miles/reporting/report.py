@@ -78,7 +78,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
     facts = read_json(run_dir / FACTS_FILE)
     evaluation = evaluation_report(run_dir, facts)
     panels, missing = _panels(metrics, evaluation)
-    drawn = {name for names in _DRAWN_NAMES for name in names}
+    drawn = {name for names in DRAWN_NAMES for name in names}
     page = render_page(
         title=str((facts or {}).get("name") or run_dir.resolve().name),
         tiles=_tiles(metrics),
@@ -211,7 +211,7 @@ _PLAIN = (
            "Negative log-likelihood of the demonstrations", zero=True),
 )  # fmt: skip
 
-_DRAWN_NAMES = (
+DRAWN_NAMES = (
     ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "eval/count"),
     ("rollout/reward_mean", "rollout/count", "value/explained_variance", "time/step_s"),
     tuple(name for name, _ in TIME_STAGES),
