@@ -219,9 +219,12 @@ def _object(parent: Mapping[str, Any], key: str, *, field: str = "") -> dict[str
 
 
 def _check_figures(section: Mapping[str, Any], *, field: str) -> ValueEvalStats:
-    stats = ValueEvalStats.from_mapping(section.get("sufficient_stats"))
     figures = _object(section, "metrics", field=f"{field}.")
-    expected = stats.metrics()
+    try:
+        stats = ValueEvalStats.from_mapping(section.get("sufficient_stats"))
+        expected = stats.metrics()
+    except ValueError as error:
+        raise ValueError(f"report.{field}: {error}") from error
     _same(sorted(figures), sorted(expected), field=f"{field}.metrics keys")
     for name, value in expected.items():
         _close(figures[name], float(value), field=f"{field}.metrics.{name}")

@@ -395,7 +395,7 @@ def build_value_dataset(
     rows = _survey(sources, first_heldout=len(train_sources), account=account)
     faults = {reason: n for reason, n in account.dropped.items() if reason not in EXPECTED_REASONS}
     if options.strict and faults:
-        reason = min(faults)
+        reason = next(iter(faults))
         raise ValueError(
             f"--strict: {account.examples[reason][0]}: {reason} ({sum(faults.values())} such rows in all)"
         )

@@ -83,9 +83,9 @@ def to_jsonl_fixture() -> Callable[..., bytes]:
 
 @pytest.fixture
 def make_manifest(tmp_path: Path) -> Callable[..., Path]:
-    """make_manifest(rows or bytes, heldout=None, objective=None, **manifest_changes) -> path of manifest.json."""
+    """make_manifest(rows or bytes, heldout=None, objective=None, changes={}) -> path of manifest.json."""
 
-    def make(train: Any, heldout: Any = None, objective: Any = None, folder: Path = tmp_path, **changes: Any) -> Path:
+    def make(train: Any, heldout: Any = None, objective: Any = None, changes: Any = ()) -> Path:
         manifest: dict[str, Any] = {
             "schema": "miles.value-pretrain.v1",
             "objective": {} if objective is None else objective,
@@ -93,14 +93,14 @@ def make_manifest(tmp_path: Path) -> Callable[..., Path]:
         for name, rows in (("train", train), ("heldout", heldout)):
             if rows is not None:
                 data = rows if isinstance(rows, bytes) else to_jsonl(rows)
-                (folder / f"{name}.jsonl").write_bytes(data)
+                (tmp_path / f"{name}.jsonl").write_bytes(data)
                 manifest[name] = {
                     "path": f"{name}.jsonl",
                     "sha256": hashlib.sha256(data).hexdigest(),
                     "num_samples": sum(bool(line.strip()) for line in data.split(b"\n")),
                 }
-        path = folder / "manifest.json"
-        path.write_text(json.dumps({**manifest, **changes}))
+        path = tmp_path / "manifest.json"
+        path.write_text(json.dumps({**manifest, **dict(changes)}))
         return path
 
     return make
