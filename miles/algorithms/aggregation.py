@@ -12,22 +12,12 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `x` where the mask is set, a scalar in `x`'s dtype. An empty mask gives 0 with a valid gradient."""
-    return masked(x, mask).sum()
+    """Sum of `x` where the mask is set, a scalar in `x`'s dtype. An empty mask gives 0 with a valid gradient.
 
-
-def token_mean_loss(loss_T: Tensor, *, loss_mask_T: Tensor, global_tokens: int) -> Tensor:
-    """This micro-batch's share of the token-mean loss: masked sum over the GLOBAL count of trainable tokens.
-
-    The shares of all micro-batches on all data-parallel ranks add up to the mean over the whole batch, so the
-    gradient does not depend on how the batch was split (as long as gradients are summed, not averaged).
-
-    Raises:
-        ValueError: `global_tokens` is not positive.
+    A mean over tokens is the masked sums of all micro-batches on all data-parallel ranks, added, over the GLOBAL count
+    of trainable tokens: only then does the gradient not depend on how the batch was split.
     """
-    if global_tokens < 1:
-        raise ValueError(f"global_tokens must be at least 1, got {global_tokens}")
-    return masked_sum(loss_T, loss_mask_T) / global_tokens
+    return masked(x, mask).sum()
 
 
 def add_metrics(parts: Iterable[Mapping[str, float | Tensor]]) -> dict[str, float]:

@@ -85,21 +85,6 @@ def select_rows(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     return {name: [column[row] for row in rows] for name, column in batch.items()}
 
 
-def concat_batches(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of several batches one after the other.
-
-    Raises:
-        ValueError: nothing to join, or the batches do not have the same columns.
-    """
-    if not batches:
-        raise ValueError("no batches to join")
-    names = set(batches[0])
-    for number, batch in enumerate(batches):
-        if set(batch) != names:
-            raise ValueError(f"batch {number} has columns {sorted(batch)}, batch 0 has {sorted(names)}")
-    return {name: [entry for batch in batches for entry in batch[name]] for name in batches[0]}
-
-
 def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
     """Column batch ("rollout" objective) of finished, scored samples, in the given order.
 

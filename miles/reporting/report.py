@@ -42,6 +42,8 @@ TIME_STAGES = (
     ("time/eval_s", "evaluation"),
 )
 
+_OUTSIDE_STEP = frozenset({"time/save_s", "time/eval_s"})
+
 
 class ChainLink(Protocol):
     """One verified link of the artifact chain, as `miles.contracts.chain.verify_chain` lists them."""
@@ -199,6 +201,8 @@ _PLAIN = (
     _Plain("Extremes of the probability ratio", (("train/ratio_max", "largest"), ("train/ratio_min", "smallest")),
            "ratio (log scale)", "Largest and smallest ratio new / old probability of any token (dashed: 1, no change)",
            log=True, reference=1.0),
+    _Plain("Engine against trainer", (("rollout/log_prob_difference_mean", "difference"),), "nats per token",
+           "Mean distance between engine's and trainer's log-probability of a sampled token", zero=True),
     _Plain("Policy loss", (("train/policy_loss", "policy loss"),), "loss per token",
            "The actor's clipped surrogate; its jumps matter, not its level"),
     _Plain("Gradient norms", (("train/grad_norm", "actor"), ("value/grad_norm", "critic")), "norm before clipping",
@@ -381,46 +385,71 @@ def _calibration_panel(metrics: Metrics, evaluation: dict[str, Any] | None) -> P
     return Panel("Calibration of the critic", svg, caption)
 
 
-def _stage_seconds(metrics: Metrics) -> tuple[list[int], list[tuple[str, list[float]]], list[float]]:
-    """Steps, seconds per stage at each (0 where a stage did not run), and each step's total."""
-    logged = [(label, series.as_dict()) for name, label in TIME_STAGES if (series := metrics.get(name))]
+@dataclass(frozen=True)
+class _StageSeconds:
+    """Seconds of each stage at each step (0 where it did not run), and the wall time of each step.
+
+    `time/step_s` spans rollout to weight sync; saving and evaluation come on top. Stages that ran side by side add up
+    to more than the wall time.
+    """
+
+    steps: list[int]
+    stages: list[tuple[str, list[float]]]
+    wall: list[float]
+
+    @property
+    def overlap(self) -> float:
+        return max(0.0, sum(sum(seconds) for _, seconds in self.stages) - sum(self.wall))
+
+
+def _stage_seconds(metrics: Metrics) -> _StageSeconds:
+    logged = [(name, label, series.as_dict()) for name, label in TIME_STAGES if (series := metrics.get(name))]
     whole = metrics.get("time/step_s")
-    total = whole.as_dict() if whole else {}
-    steps = sorted({step for _, points in logged for step in points} | set(total))
-    stages = [(label, [points.get(step, 0.0) for step in steps]) for label, points in logged]
-    sums = [sum(seconds[i] for _, seconds in stages) for i in range(len(steps))]
-    totals = [max(total.get(step, 0.0), sums[i]) for i, step in enumerate(steps)]
-    rest = [totals[i] - sums[i] for i in range(len(steps))]
-    if any(seconds > 1e-6 for seconds in rest):
-        stages.append(("other" if logged else "whole step", rest))
-    return steps, stages, totals
+    step_seconds = whole.as_dict() if whole else {}
+    steps = sorted({step for _, _, points in logged for step in points} | set(step_seconds))
+    stages = [(label, [points.get(step, 0.0) for step in steps]) for _, label, points in logged]
+    wall, other = [], []
+    for step in steps:
+        within = sum(points.get(step, 0.0) for name, _, points in logged if name not in _OUTSIDE_STEP)
+        outside = sum(points.get(step, 0.0) for name, _, points in logged if name in _OUTSIDE_STEP)
+        span = step_seconds.get(step, within)
+        wall.append(span + outside)
+        other.append(max(0.0, span - within))
+    if any(seconds > 1e-6 for seconds in other):
+        stages.append(("other" if logged else "whole step", other))
+    return _StageSeconds(steps, stages, wall)
 
 
 def _time_panel(metrics: Metrics) -> Panel | None:
-    steps, stages, totals = _stage_seconds(metrics)
-    if not stages:
+    times = _stage_seconds(metrics)
+    if not times.stages:
         return None
-    svg = draw_svg(lambda axes, theme: draw_stacks(axes, theme, steps, stages), salt="time", width=11.4, height=3.2)
-    longest = max(stages, key=lambda stage: sum(stage[1]))
-    caption = (
-        f"Wall time of each step by stage. {len(steps)} steps took {_duration(sum(totals))}, the median step"
-        f" {_number(statistics.median(totals))} s; most of it went to {longest[0]}"
-        f" ({100 * sum(longest[1]) / max(sum(totals), 1e-9):.0f} %)."
+    svg = draw_svg(
+        lambda axes, theme: draw_stacks(axes, theme, times.steps, times.stages), salt="time", width=11.4, height=3.2
     )
+    longest = max(times.stages, key=lambda stage: sum(stage[1]))
+    total = sum(times.wall)
+    caption = (
+        f"Seconds of each stage, stacked. {len(times.steps)} steps took {_duration(total)}, the median step"
+        f" {_number(statistics.median(times.wall))} s; the longest stage is {longest[0]}"
+        f" ({100 * sum(longest[1]) / max(total, 1e-9):.0f} % of the wall time)."
+    )
+    if times.overlap > 0.01 * total:
+        extra = _duration(times.overlap)
+        caption += f" Some stages ran side by side, so the bars add up to {extra} more than the clock showed."
     return Panel("Time per stage", svg, caption, wide=True)
 
 
 def _stage_table(metrics: Metrics) -> list[tuple[str, str, str, str, str]]:
-    """(stage, times it ran, median seconds when it ran, total, share)."""
-    _, stages, totals = _stage_seconds(metrics)
-    whole = max(sum(totals), 1e-9)
+    """(stage, steps it ran in, median seconds when it ran, total, share of the wall time)."""
+    times = _stage_seconds(metrics)
+    total = max(sum(times.wall), 1e-9)
     rows = []
-    for label, seconds in stages:
+    for label, seconds in times.stages:
         ran = [s for s in seconds if s > 0]
         median = _number(statistics.median(ran)) if ran else "0"
-        rows.append(
-            (label, str(len(ran)), f"{median} s", _duration(sum(seconds)), f"{100 * sum(seconds) / whole:.1f} %")
-        )
+        share = f"{100 * sum(seconds) / total:.1f} %"
+        rows.append((label, str(len(ran)), f"{median} s", _duration(sum(seconds)), share))
     return rows
 
 

@@ -69,7 +69,8 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics file. A step logged twice (after a resume) keeps its last value.
+    """Read a metrics file. A step logged twice (after a resume) keeps its last value. A name without a slash belongs
+    to its stage, "STAGE/NAME", as in TensorBoard.
 
     A last line without its newline is what a killed run leaves: it is left out and `truncated` is set.
 
@@ -103,7 +104,8 @@ def read_metrics(path: Path) -> Metrics:
                 metrics.calibration = row["calibration"]
             for name, value in row.items():
                 if name not in _LINE_KEYS:
-                    _add_point(metrics, name=name, stage=row["stage"], step=row["step"], value=value)
+                    full_name = name if "/" in name else f"{row['stage']}/{name}"
+                    _add_point(metrics, name=full_name, stage=row["stage"], step=row["step"], value=value)
     return metrics
 
 

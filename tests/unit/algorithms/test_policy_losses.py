@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.algorithms.aggregation import add_metrics, masked_sum, token_mean_loss
+from miles.algorithms.aggregation import add_metrics, masked_sum
 from miles.algorithms.policy_losses import ppo_clip
 
 
@@ -93,7 +93,7 @@ def test_ppo_clip_non_finite_outside_the_mask_reaches_neither_loss_nor_gradient(
     tensors = {name: tensor(*numbers) for name, numbers in columns.items()}
     tensors["log_probs"].requires_grad_()
     loss, metrics = ppo_clip(**tensors, loss_mask=tensor(1, 0), eps_clip=0.2)
-    token_mean_loss(loss, loss_mask_T=tensor(1, 0), global_tokens=1).backward()
+    masked_sum(loss, tensor(1, 0)).backward()
     assert loss.tolist() == [-1.0, 0.0]
     assert tensors["log_probs"].grad.tolist() == [-1.0, 0.0]
     assert all(math.isfinite(value.item()) for value in metrics.values())
@@ -144,25 +144,27 @@ def gradient_of_split(splits: list[list[int]]) -> torch.Tensor:
             loss_mask=mask,
             eps_clip=0.2,
         )
-        token_mean_loss(loss, loss_mask_T=mask, global_tokens=tokens).backward()
+        (masked_sum(loss, mask) / tokens).backward()
     return weight.grad
 
 
 @pytest.mark.parametrize("splits", [[[0], [1], [2]], [[0, 1], [2]], [[2, 0], [1]], [[1], [2, 0]]])
-def test_token_mean_loss_any_split_into_micro_batches_gives_one_gradient(splits):
+def test_masked_sum_over_global_tokens_any_split_into_micro_batches_gives_one_gradient(splits):
     # faults.md rows 25, 26 and 29: unequal token counts per share, accumulation, a share that is masked out whole
     torch.testing.assert_close(gradient_of_split(splits), gradient_of_split([[0, 1, 2]]), rtol=1e-6, atol=1e-7)
 
 
-def test_token_mean_loss_counts_trainable_tokens_only():
+def test_masked_sum_counts_trainable_tokens_only():
     # faults.md rows 13 and 28
-    mask = tensor(1, 0, 1)
-    assert token_mean_loss(tensor(2, 100, 4), loss_mask_T=mask, global_tokens=int(mask.sum())).item() == 3.0
-
-
-def test_token_mean_loss_without_tokens_refused():
-    with pytest.raises(ValueError, match="global_tokens"):
-        token_mean_loss(tensor(1), loss_mask_T=tensor(0), global_tokens=0)
+    assert masked_sum(tensor(2, 100, 4), tensor(1, 0, 1)).item() == 6.0
+    loss, metrics = ppo_clip(
+        log_probs=torch.zeros(4),
+        old_log_probs=torch.zeros(4),
+        advantages=tensor(1, 1, 10, 10),
+        loss_mask=tensor(1, 1, 0, 0),
+        eps_clip=0.2,
+    )
+    assert loss.sum().item() / metrics["tokens"].item() == -1.0
 
 
 def test_masked_sum_empty_mask_gives_zero_with_zero_gradient():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from miles.data.batch import check_reward, concat_batches, samples_to_batch, select_rows, validate_batch
+from miles.data.batch import check_reward, samples_to_batch, select_rows, validate_batch
 from miles.data.sample import Sample, SampleStatus
 
 
@@ -128,11 +128,3 @@ def test_select_rows_reorders_every_column():
     picked = select_rows(value_batch(), [1, 0, 1])
     assert picked["sample_ids"] == ["b", "a", "b"]
     assert picked["returns"] == [[0.5], [1.0, 0.0], [0.5]]
-
-
-def test_concat_batches_then_select_gives_back_the_parts():
-    joined = concat_batches([value_batch(), select_rows(value_batch(), [1])])
-    assert joined["sample_ids"] == ["a", "b", "b"]
-    assert select_rows(joined, [0, 1]) == value_batch()
-    with pytest.raises(ValueError, match="batch 1 has columns"):
-        concat_batches([value_batch(), {"tokens": []}])

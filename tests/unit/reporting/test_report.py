@@ -67,13 +67,14 @@ def full_run(folder: Path) -> Path:
         if step == 0:
             continue
         lines.append({"step": step, "stage": "rollout", "rollout/reward_mean": 0.2, "rollout/count": 64,
-                      "rollout/response_length_mean": 6.5, "rollout/truncated_fraction": 0.0})  # fmt: skip
+                      "rollout/log_prob_difference_mean": 1e-6, "rollout/response_length_mean": 6.5,
+                      "rollout/truncated_fraction": 0.0})  # fmt: skip
         train = ("policy_loss", "entropy", "approx_kl", "clip_fraction", "ratio_max", "ratio_min", "grad_norm", "lr")
         lines.append({"step": step, "stage": "train", **{f"train/{name}": 0.5 for name in train}})
         lines.append({"step": step, "stage": "value", "value/loss": 1.0 / step, "value/grad_norm": 1.0,
                       "value/lr": 1e-4, "value/explained_variance": None if step == 2 else 0.1 * step})  # fmt: skip
         seconds = {name: 1.0 for name, _ in TIME_STAGES}
-        lines.append({"step": step, "stage": "time", **seconds, "time/step_s": 9.0, "perf/tokens_per_s": 1234.5,
+        lines.append({"step": step, "stage": "time", **seconds, "time/step_s": 7.0, "perf/tokens_per_s": 1234.5,
                       "sync/weight_version": step})  # fmt: skip
     lines.append({"step": 0, "stage": "sft", "sft/loss": 2.0})
     lines.append({"step": 0, "stage": "value_eval", "value/heldout_explained_variance": 0.4})
@@ -107,7 +108,7 @@ def full(tmp_path_factory) -> tuple[Path, str, Page]:
 def test_write_report_full_run_draws_every_picture_and_misses_none(full):
     _, text, page = full
     assert page.open == []
-    assert text.count("<svg") == len(page.figures) == 18
+    assert text.count("<svg") == len(page.figures) == 19
     assert "Not recorded in this run" not in text
     for title in ("Held-out accuracy", "Reward", "Value loss", "Explained variance per batch", "Time per stage",
                   "Calibration of the critic", "Extremes of the probability ratio"):  # fmt: skip
@@ -184,6 +185,14 @@ def test_write_report_series_of_nothing_but_undefined_values_is_missing(tmp_path
     assert "Explained variance per batch" in " ".join(page.texts)
 
 
+def test_write_report_stages_side_by_side_are_told_from_wall_time(tmp_path):
+    # critic and actor update at the same time: 3 + 3 seconds of work in a step of 3
+    busy = {"time/critic_s": 3.0, "time/actor_s": 3.0, "time/step_s": 3.0}
+    text = write_report(write_lines(tmp_path, [{"step": s, "stage": "time", **busy} for s in range(10)])).read_text()
+    assert "10 steps took 30.0 s, the median step 3 s" in text
+    assert "add up to 30.0 s more than the clock showed" in text
+
+
 def test_write_report_two_stages_of_one_name_stay_two_curves(tmp_path):
     lines = [{"step": s, "stage": stage, "value/loss": 1.0} for s in (1, 2) for stage in ("pretrain", "value")]
     text = write_report(write_lines(tmp_path, lines)).read_text()
@@ -228,12 +237,13 @@ def test_read_metrics_resume_and_kill_keep_what_is_known(tmp_path):
     path.write_text(
         '{"step": 1, "stage": "train", "time": 10, "train/lr": 1}\n'
         '{"step": 1, "stage": "train", "time": 30, "train/lr": 2, "train/entropy": NaN}\n'
+        '{"step": 1, "stage": "sft", "loss": 3}\n'
         '{"step": 2, "stage": "tra'
     )
     metrics = read_metrics(path)
     assert metrics.truncated
     assert metrics.seconds == 20
-    assert metrics.names() == ["train/lr"]
+    assert metrics.names() == ["sft/loss", "train/lr"]
     assert metrics.get("train/lr").values == [2.0]
     assert metrics.num_not_finite == {"train/entropy": 1}
 
