@@ -29,9 +29,11 @@ def _report(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
     parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run folder)")
 
     def run(options: argparse.Namespace) -> int:
+        from miles.contracts.chain import RUN_RECORD_NAME, verify_chain
         from miles.reporting.report import write_report
 
-        print(write_report(options.run_dir, out=options.out))
+        links = verify_chain(options.run_dir) if (options.run_dir / RUN_RECORD_NAME).is_file() else []
+        print(write_report(options.run_dir, out=options.out, links=links))
         return 0
 
     return run

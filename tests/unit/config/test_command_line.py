@@ -1,0 +1,271 @@
+"""The command line and the YAML file below it: precedence, sources, and what is said of a mistake."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from miles.config import Args
+from miles.config.groups import flag_of
+from miles.utils.arguments import parse_args
+
+AsFlags = Callable[[dict[str, Any]], list[str]]
+FROZEN = Path(__file__).with_name("cli_flags.txt")
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> list[str]:
+    """The lines on stderr of a command line that must end with status 2."""
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv)
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(": error: " in line for line in lines)
+    return [line.split(": error: ", 1)[1] for line in lines]
+
+
+def test_flags_go_on_top_of_the_file_and_each_value_knows_its_source(
+    tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    file = tmp_path / "run.yaml"
+    # PyYAML reads 1e-4, without a dot, as text.
+    file.write_text("lr: 1e-4\nseed: 5\nbf16: true\nrollout_stop_token_ids: [1, 2]\neval_max_prompts: null\n")
+    args = parse_args(["--config", str(file), "--seed", "6", "--no-bf16", *as_flags(online)])
+    assert (args.lr, args.seed, args.bf16, args.rollout_stop_token_ids) == (1e-4, 6, False, [1, 2])
+    assert args.source_of("lr") == f"file:{file}"
+    assert args.source_of("seed") == "flag"
+    assert args.source_of("gamma") == "default"
+    assert args.source_of("critic_lr") == "derived:lr"
+
+
+def test_flags_win_wherever_they_stand(tmp_path: Path, online: dict[str, Any], as_flags: AsFlags) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 5\n")
+    assert parse_args(["--seed", "6", "--config", str(file), *as_flags(online)]).seed == 6
+
+
+def test_null_on_the_command_line_unsets_what_the_file_set(
+    tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"save: {tmp_path}/elsewhere\n")
+    online.pop("save")
+    assert parse_args(["--config", str(file), "--save", "null", *as_flags(online)]).save is None
+
+
+def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_flags: AsFlags) -> None:
+    args = parse_args(
+        [
+            *as_flags(online),
+            *("--rollout-stop-token-ids", "3", "4"),
+            *("--value-reward-range", "-1", "0.5"),
+            "--sglang-extra-args=--cuda-graph-bs=1,2",
+            '--sglang-extra-args=--json={"a": [1]}',
+        ]
+    )
+    assert args.rollout_stop_token_ids == [3, 4]
+    assert args.value_reward_range == (-1.0, 0.5)
+    assert args.sglang_extra_args == ["--cuda-graph-bs=1,2", '--json={"a": [1]}']
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--globl-batch-size", "4"], "unknown flag --globl-batch-size (did you mean --global-batch-size?)"),
+        (["--global_batch_size", "4"], "unknown flag --global_batch_size (did you mean --global-batch-size?)"),
+        (["--global-batch-siz=4"], "unknown flag --global-batch-siz (did you mean --global-batch-size?)"),
+        (["--zzz"], "unknown flag --zzz"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--bf16", "true"], "unexpected argument 'true'"),
+        (["--lr"], "argument --lr: expected one argument"),
+        (["--lr", "fast"], "--lr: must be a valid number, unable to parse string as a number, got 'fast'"),
+        (["--num-rollout", "1.5"], "--num-rollout: must be a valid integer"),
+        (["--device", "tpu"], "--device: must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        (["--value-reward-range", "0"], "--value-reward-range"),
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read: No such file or directory"),
+        (["--hf-checkpoint", ""], "--hf-checkpoint"),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    (line,) = refused(capsys, argv)
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize("prefix", ["--num-rollou", "--see", "--rollout-stop-token", "--bf1", "--no-bf", "--conf"])
+def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], prefix: str) -> None:
+    assert refused(capsys, [prefix])[0].startswith(f"unknown flag {prefix}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nlearnig_rate: 1\n", ":2: unknown key 'learnig_rate'"),
+        ("lr-decay-style: constant\n", ":1: unknown key 'lr-decay-style' (did you mean lr_decay_style?)"),
+        ("lr: 1\nseed: 2\nlr: 3\n", ":3: key 'lr' is given twice (first in line 1)"),
+        ("seed: 1\nlr: [1\n", ":3: not valid YAML"),
+        ("- lr\n", ":1: expected a mapping of settings"),
+        ("seed: 1\nlr: fast\n", ":2: lr: must be a valid number, unable to parse string as a number, got 'fast'"),
+        ("lr: true\n", ":1: lr: a boolean is not accepted here, got True"),
+        ("config: other.yaml\n", ":1: unknown key 'config'"),
+        ("1: 2\n", ":1: unknown key 1"),
+        ("seed: !!python/object:os.system {}\n", ":1: not valid YAML"),
+        ("a: *b\n", ":1: not valid YAML"),
+    ],
+)
+def test_mistake_in_the_file_names_file_line_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    (line,) = refused(capsys, ["--config", str(file)])
+    assert line.startswith(f"{file}{message}")
+
+
+def test_file_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"\xff\xfe\x00")
+    (line,) = refused(capsys, ["--config", str(file)])
+    assert line.startswith(f"--config {file}: cannot be read")
+
+
+def test_wrong_value_in_file_mended_on_the_command_line_is_accepted(
+    tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: fast\n")
+    assert parse_args(["--config", str(file), "--lr", "1", *as_flags(online)]).lr == 1
+
+
+def test_every_broken_rule_is_reported(
+    capsys: pytest.CaptureFixture[str], online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    online |= {"max_tokens_per_gpu": 100, "min_lr": 1e-9}
+    lines = refused(capsys, as_flags(online))
+    assert [line.split()[0] for line in lines] == ["--max-tokens-per-gpu", "--min-lr"]
+
+
+def test_warning_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str], online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    assert parse_args(as_flags(online | {"bf16": True, "device": "cpu"})).bf16
+    assert "warning: --bf16 on a CPU" in capsys.readouterr().err
+
+
+def test_print_config_shows_every_value_and_source_and_can_be_read_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 5\n")
+    argv = ["--config", str(file), *as_flags(online), "--sglang-extra-args=--a: #b"]
+    with pytest.raises(SystemExit) as ended:
+        parse_args([*argv, "--print-config"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    shown = yaml.safe_load(text)
+    assert shown.keys() == Args.model_fields.keys() - {"config", "print_config"}
+    sources = {
+        line.split(":")[0]: line.rsplit("  # ", 1)[1] for line in text.splitlines() if line and line[0] not in "#-"
+    }
+    assert (sources["seed"], sources["gamma"], sources["prompt_data"]) == (f"file:{file}", "default", "flag")
+    assert sources["critic_lr"] == "derived:lr"
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    reread = parse_args(["--config", str(again)])
+    first = parse_args(argv).replace(source="x", run_dir=shown["run_dir"])
+    assert reread.model_dump(exclude={"config"}) == first.model_dump(exclude={"config"})
+
+
+def test_print_config_shows_a_configuration_that_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--print-config", "--gamma", "0.5"])
+    assert ended.value.code == 0
+    streams = capsys.readouterr()
+    assert yaml.safe_load(streams.out)["gamma"] == 0.5
+    assert "a run would be refused: online training needs --prompt-data" in streams.err
+
+
+def test_help_is_grouped_and_describes_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in Args.model_fields.items():
+        assert flag_of(name) in text
+        assert " ".join((field.description or "").split()) in text.replace("- ", "-") or name in text
+    assert "optimizer: --lr" in text
+
+
+def test_the_command_line_is_frozen() -> None:
+    """A flag is added, renamed or removed only together with cli_flags.txt."""
+    assert [flag_of(name) for name in sorted(Args.model_fields)] == FROZEN.read_text().split()
+
+
+def test_parsing_imports_no_training_library_and_is_quick() -> None:
+    program = (
+        "import sys, time; start = time.process_time(); from miles.utils.arguments import parse_args; "
+        "import contextlib, io\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), "
+        "contextlib.redirect_stderr(io.StringIO()): parse_args(['--print-config', '--lr', '1'])\n"
+        "heavy = {'torch', 'ray', 'transformers', 'sglang', 'numpy'}\n"
+        "print(time.process_time() - start, sorted(heavy & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    seconds, _, modules = done.stdout.strip().partition(" ")
+    assert modules == "[]"
+    assert float(seconds) < 1.5
+
+
+# ---------------------------------------------------------------- the value-pretraining manifest
+
+
+def test_manifest_gives_steps_and_objective(offline: dict[str, Any], as_flags: AsFlags) -> None:
+    """Ten rows in batches of four are two steps an epoch."""
+    args = parse_args(as_flags(offline | {"value_pretrain_epochs": 3}))
+    assert args.num_rollout == 6
+    assert (args.value_loss_type, args.value_num_bins, args.value_reward_range) == ("classification", 11, (0.0, 1.0))
+    assert args.source_of("num_rollout") == f"manifest:{offline['value_pretrain_manifest']}"
+
+
+def test_stated_steps_must_be_the_plans(
+    capsys: pytest.CaptureFixture[str], offline: dict[str, Any], as_flags: AsFlags
+) -> None:
+    assert parse_args(as_flags(offline | {"num_rollout": 2})).num_rollout == 2
+    assert refused(capsys, as_flags(offline | {"num_rollout": 3})) == [
+        "--num-rollout 3 differs from the 2 steps of the batch plan"
+    ]
+
+
+def test_stated_objective_must_be_the_manifests(
+    capsys: pytest.CaptureFixture[str], offline: dict[str, Any], as_flags: AsFlags
+) -> None:
+    (line,) = refused(capsys, as_flags(offline | {"value_num_bins": 51}))
+    assert line.startswith("--value-num-bins is 51, the objective of")
+
+
+def test_missing_manifest_is_one_line(
+    capsys: pytest.CaptureFixture[str], offline: dict[str, Any], as_flags: AsFlags
+) -> None:
+    (line,) = refused(capsys, as_flags(offline | {"value_pretrain_manifest": "/no/manifest.json"}))
+    assert "/no/manifest.json" in line
+
+
+def test_wrong_manifest_digest_is_refused(
+    capsys: pytest.CaptureFixture[str], offline: dict[str, Any], as_flags: AsFlags
+) -> None:
+    (line,) = refused(capsys, as_flags(offline | {"value_pretrain_manifest_sha256": "0" * 64}))
+    assert "SHA-256 mismatch" in line
+
+
+def test_entry_follows_the_manifest_unless_it_is_stated(
+    capsys: pytest.CaptureFixture[str], offline: dict[str, Any], online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    assert Path(parse_args(as_flags(offline)).run_dir or "").name.startswith("train_value-")
+    assert Path(parse_args(as_flags(online)).run_dir or "").name.startswith("train-")
+    with pytest.raises(SystemExit):
+        parse_args(as_flags(online), entry="train_value")
+    assert "value pretraining needs --value-pretrain-manifest" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""A model folder is refused when it is missing, truncated or not of one piece; the line names the file."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.config.hf_folder import INDEX_FILE, inspect_hf_folder
+
+
+def test_whole_folder_is_described(hf_folder: Path) -> None:
+    found = inspect_hf_folder(hf_folder)
+    assert found.num_parameters == 8
+    assert (found.number("vocab_size"), found.number("absent"), found.number("model_type")) == (8, None, None)
+
+
+def test_folder_written_by_transformers_is_accepted(tiny_hf_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_hf_model)
+    assert inspect_hf_folder(tiny_hf_model).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_nested_text_config_is_read(hf_folder: Path) -> None:
+    config = json.loads((hf_folder / "config.json").read_text())
+    (hf_folder / "config.json").write_text(json.dumps({"model_type": "wrapped", "text_config": config}))
+    assert inspect_hf_folder(hf_folder).number("num_hidden_layers") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "has no config.json"),
+        ("config.json", b'{"vocab_size": 8', "config.json: damaged or truncated"),
+        ("config.json", b"[]", "config.json: expected a JSON object, got list"),
+        ("config.json", b"{}", "config.json: vocab_size is missing"),
+        ("model.safetensors", None, "has no *.safetensors weight file"),
+        ("model.safetensors", b"", "truncated: 0 bytes do not hold a safetensors header"),
+        ("model.safetensors", struct.pack("<Q", 99) + b"{}", "truncated: 10 bytes do not hold a safetensors header"),
+        ("model.safetensors", struct.pack("<Q", 2) + b"[]", "damaged: its safetensors header cannot be read"),
+        ("model.safetensors", struct.pack("<Q", 7) + b'{"w":1}', "damaged: its safetensors header cannot be read"),
+        ("tokenizer.json", None, "has no tokenizer (tokenizer.json or tokenizer.model)"),
+        ("tokenizer.json", b"{", "tokenizer.json: damaged or truncated"),
+        ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer: no vocabulary in it"),
+        (
+            "tokenizer.json",
+            b'{"model": {"vocab": {"a": 8}}}',
+            "does not fit the model: it has id 8, config.json has vocab_size 8",
+        ),
+        (
+            "tokenizer.json",
+            b'{"model": {"vocab": [["a", 0]]}, "added_tokens": [{"id": 9}]}',
+            "does not fit the model: it has id 9, config.json has vocab_size 8",
+        ),
+        (INDEX_FILE, b'{"weight_map": {"w": "a.safetensors"}}', "lists a.safetensors, which is missing"),
+        (INDEX_FILE, b"{}", "expected a 'weight_map'"),
+    ],
+)
+def test_damage_is_named(hf_folder: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is None:
+        (hf_folder / name).unlink()
+    else:
+        (hf_folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r".") as error:
+        inspect_hf_folder(hf_folder)
+    assert message in str(error.value)
+    assert str(hf_folder) in str(error.value)
+
+
+@pytest.mark.parametrize(("extra", "state"), [(-1, "truncated"), (1, "longer than its header says")])
+def test_file_of_another_size_than_its_header_promises_is_named(hf_folder: Path, extra: int, state: str) -> None:
+    file = hf_folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:extra] if extra < 0 else data + b"\0")
+    with pytest.raises(ValueError, match=f"{state}: {len(data) + extra} bytes, its header asks for {len(data)}"):
+        inspect_hf_folder(hf_folder)
+
+
+def test_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ValueError, match="is not a folder"):
+        inspect_hf_folder(tmp_path / "model")

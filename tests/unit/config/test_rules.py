@@ -1,0 +1,363 @@
+"""Each rule of `rules.py`, broken alone: the complaint names the flag, and nothing else complains."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from miles.config import Args
+from miles.config.rules import check
+
+
+def problems(settings: dict[str, Any], entry: Any) -> list[str]:
+    """The complaints about `settings`, given as if by flags."""
+    args = Args.from_values(settings, dict.fromkeys(settings, "flag"))
+    try:
+        check(args, entry=entry)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_least_settings_break_no_rule(online: dict[str, Any], offline: dict[str, Any]) -> None:
+    assert problems(online, "train") == []
+    assert problems(offline, "train_value") == []
+
+
+ONLINE: list[tuple[dict[str, Any], str]] = [
+    ({"train_backend": "fsdp"}, "online training currently requires --train-backend megatron, got 'fsdp'"),
+    ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "--context-parallel-size 2: only 1 is supported"),
+    ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+    ({"max_tokens_per_gpu": 99}, "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"),
+    (
+        {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 3, "critic_num_gpus_per_node": 2},
+        "actor: 3 devices (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible",
+    ),
+    (
+        {"critic_tensor_model_parallel_size": 2, "critic_num_gpus_per_node": 3},
+        "critic: 3 devices (--critic-num-nodes x --critic-num-gpus-per-node) are not divisible",
+    ),
+    (
+        {"actor_num_gpus_per_node": 3, "critic_num_gpus_per_node": 1},
+        "--global-batch-size 8 is not divisible by the actor's data-parallel size 3",
+    ),
+    (
+        {"critic_num_gpus_per_node": 3},
+        "--global-batch-size 8 is not divisible by the critic's data-parallel size 3",
+    ),
+    (
+        {"micro_batch_size": 4, "critic_num_gpus_per_node": 4},
+        "the critic's local batch 2 (--global-batch-size 8 over 4 replicas) is not divisible by --micro-batch-size 4",
+    ),
+    (
+        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "critic_num_gpus_per_node": 9},
+        "--global-batch-size 8 leaves some critic replicas of 9 idle",
+    ),
+    (
+        {"sequence_parallel": True},
+        "--sequence-parallel needs a tensor-parallel size above 1 for the actor",
+    ),
+    ({"lr_decay_iters": 9}, "--lr-decay-iters has no effect with --lr-decay-style constant"),
+    ({"min_lr": 1e-9}, "--min-lr has no effect with --lr-decay-style constant"),
+    ({"lr_decay_style": "linear", "min_lr": 1.0}, "--min-lr 1.0 is above the peak learning rate 1e-06"),
+    (
+        {"lr_decay_style": "linear", "min_lr": 0.5, "lr": 1.0, "critic_lr": 0.25},
+        "--min-lr 0.5 is above the peak learning rate 0.25",
+    ),
+    (
+        {"lr_decay_style": "cosine", "lr_decay_iters": 5, "lr_warmup_iters": 5},
+        "--lr-warmup-iters 5 must be below --lr-decay-iters 5",
+    ),
+    (
+        {"lr_decay_style": "cosine", "lr_decay_iters": 5, "critic_lr_warmup_iters": 6},
+        "--critic-lr-warmup-iters 6 must be below --lr-decay-iters 5",
+    ),
+    ({"save": None, "save_interval": 2}, "--save-interval has no effect without --save"),
+    (
+        {"critic_value_pretrain_contract_sha256": "a" * 64},
+        "--critic-value-pretrain-contract-sha256 pins the contract in --critic-load, which is not given",
+    ),
+    ({"load": "/no/folder"}, "--load /no/folder: no such folder"),
+    ({"critic_load": "/no/folder"}, "--critic-load /no/folder: no such folder"),
+    ({"value_reward_range": (1.0, 1.0)}, "--value-reward-range 1.0 1.0: the lower end must be below the upper"),
+    (
+        {"value_loss_type": "classification", "value_num_bins": 1},
+        "--value-num-bins 1: classification needs at least 2",
+    ),
+    *(
+        ({name: None}, f"online training needs --{name.replace('_', '-')}")
+        for name in (
+            "hf_checkpoint",
+            "prompt_data",
+            "custom_rm_path",
+            "num_rollout",
+            "rollout_batch_size",
+            "rollout_max_response_len",
+        )
+    ),
+    (
+        {"value_pretrain_manifest": "m.json"},
+        "--value-pretrain-manifest belongs to value pretraining (train_value.py), not to online training",
+    ),
+    (
+        {"value_gate_max_bias": 0.1},
+        "--value-gate-max-bias belongs to value pretraining (train_value.py), not to online training",
+    ),
+    ({"prompt_data": "/no/train.jsonl"}, "--prompt-data /no/train.jsonl: no such file"),
+    (
+        {"eval_prompt_data": "/no/heldout.jsonl", "eval_interval": 1},
+        "--eval-prompt-data /no/heldout.jsonl: no such file",
+    ),
+    ({"custom_rm_path": "/no/rm.py:f"}, "--custom-rm-path /no/rm.py:f: no such file /no/rm.py"),
+    ({"eval_interval": 1}, "--eval-prompt-data and --eval-interval must be given together"),
+    (
+        {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
+        "--rollout-num-gpus 3 is not divisible by --rollout-num-gpus-per-engine 2",
+    ),
+    ({"num_steps_per_rollout": 3}, "--num-steps-per-rollout 3 does not divide the 8 samples of a rollout"),
+    (
+        {"global_batch_size": 4},
+        "--global-batch-size 4 x --num-steps-per-rollout 1 must equal --rollout-batch-size 4 x "
+        "--n-samples-per-prompt 2",
+    ),
+    (
+        {"canary_one_step": True, "num_critic_only_steps": 1},
+        "--canary-one-step updates the actor, --num-critic-only-steps keeps it from doing so",
+    ),
+    ({"num_critic_only_steps": 3}, "--num-critic-only-steps 3 leaves the actor no step of --num-rollout 3"),
+    ({"canary_one_step": True, "save": None}, "--canary-one-step saves once, which needs --save"),
+    ({"hf_checkpoint": "/no/model"}, "--hf-checkpoint: model folder /no/model does not exist"),
+    (
+        {"rollout_max_prompt_len": 60},
+        "--rollout-max-prompt-len 60 + --rollout-max-response-len 8 exceed the model's max_position_embeddings 64",
+    ),
+    (
+        {"sglang_max_total_tokens": 16, "rollout_max_prompt_len": 9},
+        "--sglang-max-total-tokens 16 cannot hold one prompt of 9 and its response of 8 tokens",
+    ),
+    (
+        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16, "rollout_max_prompt_len": 9},
+        "--max-tokens-per-gpu 16 cannot hold one prompt of 9 and its response of 8 tokens",
+    ),
+    (
+        {"rollout_stop_token_ids": [7, 8]},
+        "--rollout-stop-token-ids 8 is outside the model's vocabulary of 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "complaint"), ONLINE, ids=lambda value: value if isinstance(value, str) else "")
+def test_broken_rule_of_online_training_is_the_only_complaint(
+    online: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    (line,) = problems(online | changes, "train")
+    assert line.startswith(complaint)
+
+
+OFFLINE: list[tuple[dict[str, Any], str]] = [
+    (
+        {"train_backend": "fsdp"},
+        "offline value pretraining currently requires --train-backend megatron, got 'fsdp'",
+    ),
+    ({"value_pretrain_manifest": None}, "value pretraining needs --value-pretrain-manifest"),
+    ({"hf_checkpoint": None}, "value pretraining needs --hf-checkpoint, which says what model to build"),
+    ({"global_batch_size": None}, "value pretraining needs --global-batch-size"),
+    ({"critic_save": None}, "value pretraining needs --critic-save, the folder for the critic and its contract"),
+    ({"canary_one_step": True}, "--canary-one-step belongs to online training"),
+    (
+        {"value_pretrain_eval_report": "r.json"},
+        "--value-pretrain-eval-report has no effect without --value-pretrain-eval-only",
+    ),
+    (
+        {"value_pretrain_eval_num_batches": 2},
+        "--value-pretrain-eval-num-batches has no effect without --value-pretrain-eval-only",
+    ),
+    (
+        {"critic_num_gpus_per_node": 3},
+        "--global-batch-size 4 is not divisible by the critic's data-parallel size 3",
+    ),
+    (
+        {"critic_num_gpus_per_node": 3, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64},
+        "--global-batch-size 4 is not divisible by the critic's data-parallel size 3",
+    ),
+    (
+        {"critic_num_gpus_per_node": 2, "micro_batch_size": 3},
+        "the critic's local batch 2 (--global-batch-size 4 over 2 replicas) is not divisible by --micro-batch-size 3",
+    ),
+    (
+        {"sequence_parallel": True},
+        "--sequence-parallel needs a tensor-parallel size above 1 for the critic",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "complaint"), OFFLINE, ids=lambda value: value if isinstance(value, str) else "")
+def test_broken_rule_of_value_pretraining_is_the_only_complaint(
+    offline: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    (line,) = problems(offline | changes, "train_value")
+    assert line.startswith(complaint)
+
+
+def test_interval_without_a_folder_is_one_of_the_complaints(offline: dict[str, Any]) -> None:
+    assert "--save-interval has no effect without --critic-save" in problems(
+        offline | {"critic_save": None, "save_interval": 2}, "train_value"
+    )
+
+
+@pytest.fixture
+def evaluation(offline: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    critic = tmp_path / "contracted"
+    critic.mkdir()
+    (critic / "latest").write_text("iter_0000001\n")
+    return offline | {
+        "value_pretrain_eval_only": True,
+        "critic_load": str(critic),
+        "critic_save": None,
+        "value_pretrain_eval_report": str(tmp_path / "report.json"),
+        "value_pretrain_eval_num_batches": 2,
+    }
+
+
+def test_evaluation_needs_no_folder_to_save_to(evaluation: dict[str, Any]) -> None:
+    assert problems(evaluation, "train_value") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        *(
+            ({name: None}, f"--value-pretrain-eval-only needs --{name.replace('_', '-')}")
+            for name in ("critic_load", "value_pretrain_eval_report", "value_pretrain_eval_num_batches")
+        ),
+        (
+            {"value_pretrain_canary_one_step": True},
+            "--value-pretrain-canary-one-step trains a step, --value-pretrain-eval-only trains none",
+        ),
+    ],
+)
+def test_broken_rule_of_evaluation_is_the_only_complaint(
+    evaluation: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    assert problems(evaluation | changes, "train_value") == [complaint]
+
+
+def test_evaluation_report_is_never_replaced_not_even_a_dangling_link(
+    evaluation: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "report.json").symlink_to(tmp_path / "nowhere")
+    (line,) = problems(evaluation, "train_value")
+    assert line.endswith("report.json exists already and is never replaced")
+
+
+def test_flags_of_the_other_program_are_accepted_from_a_shared_file(online: dict[str, Any]) -> None:
+    settings = online | {"value_pretrain_epochs": 3, "value_gate_max_bias": 0.1}
+    sources = dict.fromkeys(settings, "file:shared.yaml")
+    check(Args.from_values(settings, sources), entry="train")
+
+
+def test_sequence_parallel_actor_beside_a_critic_of_one_tensor_rank_is_accepted(online: dict[str, Any]) -> None:
+    layout = {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2, "critic_tensor_model_parallel_size": 1}
+    assert problems(online | layout | {"sequence_parallel": True}, "train") == []
+
+
+def test_dynamic_batches_need_no_divisible_global_batch_online(online: dict[str, Any]) -> None:
+    dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "actor_num_gpus_per_node": 3}
+    assert problems(online | dynamic, "train") == []
+
+
+# ---------------------------------------------------------------- folders and files
+
+
+def test_resume_from_an_empty_folder_is_refused(online: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (line,) = problems(online | {"load": str(tmp_path / "empty")}, "train")
+    assert line == f"--load {tmp_path}/empty: the folder is empty, there is nothing to resume from"
+
+
+@pytest.mark.parametrize("field", ["save", "critic_save", "run_dir"])
+def test_output_folder_that_cannot_be_made_is_refused(online: dict[str, Any], tmp_path: Path, field: str) -> None:
+    (tmp_path / "file").write_text("")
+    flag = "--" + field.replace("_", "-")
+    assert problems(online | {field: f"{tmp_path}/file"}, "train")[0] == f"{flag} {tmp_path}/file: is not a folder"
+    (line,) = [
+        line for line in problems(online | {field: f"{tmp_path}/file/sub"}, "train") if line.startswith(f"{flag} ")
+    ]
+    assert line == f"{flag} {tmp_path}/file/sub: {tmp_path}/file is not a folder"
+
+
+def test_output_folder_without_permission_is_refused(
+    online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The superuser, as which a container runs tests, may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    lines = problems(online, "train")
+    assert lines[0] == f"--save {tmp_path}/actor: {tmp_path} is not writable"
+
+
+def test_actor_and_critic_may_not_share_a_folder(online: dict[str, Any], tmp_path: Path) -> None:
+    (line,) = problems(online | {"critic_save": f"{tmp_path}/x/../actor"}, "train")
+    assert line.startswith("--save and --critic-save name the same folder")
+
+
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_full_disk_is_refused_before_training(online: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 8 parameters, so a checkpoint takes 8 x 12 bytes."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 96))
+    assert problems(online, "train") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 95))
+    assert [line.split()[0] for line in problems(online, "train")] == ["--save", "--critic-save"]
+
+
+@pytest.mark.parametrize(("flag", "package"), [("tensorboard", "tensorboard"), ("use_wandb", "wandb")])
+def test_missing_logger_is_refused(
+    online: dict[str, Any], monkeypatch: pytest.MonkeyPatch, flag: str, package: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else object())
+    (line,) = problems(online | {flag: True}, "train")
+    assert f"{package} is not installed" in line
+
+
+# ---------------------------------------------------------------- the model folder
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "flag"),
+    [
+        ("num_attention_heads", {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2"),
+        ("num_key_value_heads", {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2"),
+        ("intermediate_size", {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2"),
+        ("num_hidden_layers", {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2"),
+    ],
+)
+def test_layout_that_the_model_cannot_be_split_into_is_refused(
+    online: dict[str, Any], hf_folder: Path, key: str, settings: dict[str, Any], flag: str
+) -> None:
+    config = json.loads((hf_folder / "config.json").read_text())
+    (hf_folder / "config.json").write_text(json.dumps(config | {key: 3}))
+    lines = problems(online | settings | {"actor_num_gpus_per_node": 2}, "train")
+    assert lines == [
+        f"{flag} does not divide {key} 3 of {hf_folder}/config.json",
+        f"critic: {flag} does not divide {key} 3 of {hf_folder}/config.json",
+    ]
+
+
+def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
+    args = Args.build(**online, bf16=True, device="cpu", n_samples_per_eval_prompt=4)
+    bf16, greedy = check(args, entry="train")
+    assert bf16.startswith("--bf16 on a CPU")
+    assert "--eval-temperature 0" in greedy
+
+
+def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:
+    Args.build(max_tokens_per_gpu=3)
+    with pytest.raises(ValueError, match="--max-tokens-per-gpu has no effect"):
+        Args.build(check=True, **online, max_tokens_per_gpu=3)

@@ -1,0 +1,99 @@
+"""The run folder says what ran, with which settings and versions, through every restart."""
+
+import hashlib
+import json
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+from miles.config import Args
+from miles.utils.tracking_utils.run_folder import (
+    code_version,
+    create_run_folder,
+    installed_versions,
+    read_run_json,
+    update_run_json,
+)
+
+
+def test_new_folder_holds_config_with_sources_and_facts(tmp_path: Path) -> None:
+    args = Args.build(run_dir=str(tmp_path / "run"), lr=1e-4)
+    folder = create_run_folder(args, entry="train_value")
+    text = (folder / "config.yaml").read_text()
+    assert yaml.safe_load(text)["lr"] == 1e-4
+    assert [line.split("# ")[1] for line in text.splitlines() if line.startswith("lr:")] == ["code"]
+    (start,) = read_run_json(folder)["starts"]
+    assert start["entry"] == "train_value"
+    assert start["config_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert start["versions"]["torch"] == metadata.version("torch")
+    assert start["process"]["pid"] > 0
+
+
+def test_restart_is_added_to_the_earlier_starts_and_other_facts_stay(tmp_path: Path) -> None:
+    args = Args.build(run_dir=str(tmp_path))
+    create_run_folder(args, entry="train")
+    update_run_json(tmp_path, checkpoints=[{"path": "a"}])
+    create_run_folder(args.replace(source="flag", seed=3), entry="train")
+    facts = read_run_json(tmp_path)
+    assert len(facts["starts"]) == 2
+    assert facts["starts"][0]["config_sha256"] != facts["starts"][1]["config_sha256"]
+    assert facts["checkpoints"] == [{"path": "a"}]
+
+
+def test_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--run-dir .*/file/run: cannot be written: Not a directory"):
+        create_run_folder(Args.build(run_dir=str(tmp_path / "file" / "run")), entry="train")
+
+
+@pytest.mark.parametrize(("text", "reason"), [('{"a": ', "not valid JSON"), ("[]", "expected a JSON object")])
+def test_damaged_run_json_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=f"run.json.*{reason}"):
+        update_run_json(tmp_path, x=1)
+    assert (tmp_path / "run.json").read_text() == text
+
+
+def test_no_temporary_file_is_left(tmp_path: Path) -> None:
+    create_run_folder(Args.build(run_dir=str(tmp_path)), entry="train")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run.json"]
+
+
+def test_absent_package_is_recorded_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "sglang":
+            raise metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    assert installed_versions()["sglang"] is None
+
+
+def test_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "miles"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr("miles.__file__", str(package / "__init__.py"))
+    assert code_version() == {"commit": None, "dirty": None}
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    assert code_version() == {"commit": None, "dirty": None}
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert code_version() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (package / "__init__.py").write_text("x = 1\n")
+    assert code_version()["dirty"] is True
+
+
+def test_record_is_json_that_others_can_read(tmp_path: Path) -> None:
+    written = update_run_json(tmp_path, note="é")
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == written

@@ -1,0 +1,130 @@
+"""`metrics.jsonl`: one line per call, finite JSON, and a resumed run that drops what it will do again."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles.config import Args
+from miles.utils.tracking_utils.tracking import (
+    Tracker,
+    current_tracker,
+    drop_steps_from,
+    finish_tracking,
+    init_tracking,
+)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings(folder: Path, **changes: Any) -> Args:
+    return Args.build(run_dir=str(folder), tensorboard=False, **changes)
+
+
+def test_each_call_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    with Tracker(settings(tmp_path)) as tracker:
+        tracker.log(1, "train", {"loss": 0.5})
+        (line,) = lines(tmp_path)
+        assert line.pop("time") > 1.7e9
+        assert line == {"step": 1, "stage": "train", "loss": 0.5}
+        tracker.log(2, "train", {"loss": 0.25})
+        assert [line["loss"] for line in lines(tmp_path)] == [0.5, 0.25]
+
+
+def test_values_become_plain_finite_json(tmp_path: Path) -> None:
+    with Tracker(settings(tmp_path)) as tracker:
+        tracker.log(
+            1,
+            "eval",
+            {
+                "array": np.array([1.0, math.inf]),
+                "scalar": np.float32(0.5),
+                "count": np.int64(3),
+                "nan": math.nan,
+                "nested": {"x": [np.float64(1.5), None, True, "text"]},
+            },
+        )
+    (line,) = lines(tmp_path)
+    assert {name: line[name] for name in ("array", "scalar", "count", "nan", "nested")} == {
+        "array": [1.0, None],
+        "scalar": 0.5,
+        "count": 3,
+        "nan": None,
+        "nested": {"x": [1.5, None, True, "text"]},
+    }
+
+
+@pytest.mark.parametrize("name", ["step", "stage", "time"])
+def test_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
+    with Tracker(settings(tmp_path)) as tracker, pytest.raises(AssertionError, match=name):
+        tracker.log(1, "train", {name: 1})
+
+
+def test_without_a_run_folder_there_is_nowhere_to_write() -> None:
+    with pytest.raises(ValueError, match="--run-dir is needed"):
+        Tracker(Args.build())
+
+
+def test_resumed_run_drops_its_first_step_and_later_of_every_stage(tmp_path: Path) -> None:
+    with Tracker(settings(tmp_path)) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, "train", {"loss": float(step)})
+            tracker.log(step, "eval", {"accuracy": float(step)})
+    with Tracker(settings(tmp_path), resume_step=3) as tracker:
+        tracker.log(3, "train", {"loss": 30.0})
+    assert [(line["step"], line["stage"]) for line in lines(tmp_path)] == [
+        (1, "train"),
+        (1, "eval"),
+        (2, "train"),
+        (2, "eval"),
+        (3, "train"),
+    ]
+
+
+def test_run_started_anew_keeps_what_is_there(tmp_path: Path) -> None:
+    for step in (1, 1):
+        with Tracker(settings(tmp_path)) as tracker:
+            tracker.log(step, "train", {})
+    assert len(lines(tmp_path)) == 2
+
+
+def test_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    drop_steps_from(path, 9)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with a 'step'"):
+        drop_steps_from(path, 9)
+
+
+def test_tracker_of_the_process_is_opened_and_closed(tmp_path: Path) -> None:
+    first = init_tracking(settings(tmp_path))
+    assert current_tracker() is first
+    second = init_tracking(settings(tmp_path))
+    assert current_tracker() is second
+    finish_tracking()
+    finish_tracking()
+    with pytest.raises(AssertionError, match="init_tracking"):
+        current_tracker()
+
+
+def test_numbers_reach_tensorboard_under_their_stage(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Tracker(Args.build(run_dir=str(tmp_path))) as tracker:
+        tracker.log(1, "train", {"loss": 0.5, "flag": True, "text": "a", "perf/seconds": 2})
+        tracker.log(2, "train", {"loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["perf/seconds", "train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
