@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 from array import array
@@ -22,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from miles.contracts.canonical import UTF8_BOM, StrictJsonError, parse_strict_json, require_finite, require_int
+from miles.contracts.canonical import UTF8_BOM, StrictJsonError, parse_strict_json, require_int
 from miles.contracts.chain import prune_link_records, write_link_record
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_schema import (
@@ -105,7 +106,12 @@ def _check_row(row: object, objective: ValueObjective) -> ValueSample:
         raise ValueError(f"returns must be a list of response_length={length} finite numbers")
     if not set(map(type, raw_returns)) <= _NUMBER_TYPES:
         raise ValueError("returns must be finite numbers")
-    returns = tuple(require_finite(value, field="returns") for value in raw_returns)
+    try:
+        returns = tuple(map(float, raw_returns))
+    except OverflowError:
+        raise ValueError("returns must be finite numbers, got an integer too large for float64") from None
+    if not all(map(math.isfinite, returns)):
+        raise ValueError("returns must be finite numbers")
     if objective.loss_type == "classification":
         low, high = objective.reward_low, objective.reward_high
         if min(returns) < low or max(returns) > high:
@@ -114,9 +120,10 @@ def _check_row(row: object, objective: ValueObjective) -> ValueSample:
     raw_mask = row.get("loss_mask", [1] * length)
     if not isinstance(raw_mask, list) or len(raw_mask) != length:
         raise ValueError(f"loss_mask must be a list of response_length={length} zeros and ones")
-    if not set(map(type, raw_mask)) <= _MASK_TYPES or min(raw_mask) < 0 or max(raw_mask) > 1:
+    mask_values = set(raw_mask) if set(map(type, raw_mask)) <= _MASK_TYPES else {2}
+    if not mask_values <= {0, 1}:
         raise ValueError("loss_mask values must be 0, 1, false or true")
-    if not any(raw_mask):
+    if 1 not in mask_values:
         raise ValueError("loss_mask must select at least one target token")
     return ValueSample(sample_id, tuple(tokens), length, returns, tuple(map(int, raw_mask)))
 

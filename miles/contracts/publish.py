@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -101,11 +102,28 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
         fsync_folder(parent)
 
 
+def _exchange(left: Path, right: Path) -> bool:
+    """Swap two names in one step (Linux renameat2); False where system or file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    at_working_folder, rename_exchange = -100, 2
+    return renameat2(at_working_folder, os.fsencode(left), at_working_folder, os.fsencode(right), rename_exchange) == 0
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str], *, replace: bool = False) -> Path:
     """Rename a finished folder to its final name on the same file system, after fsync of all it holds.
 
     Args:
-        replace: move an earlier folder of that name aside first and delete it afterwards.
+        replace: swap with an earlier folder of that name, in one step where the file system can, and delete that.
 
     Raises:
         FileExistsError: `final` exists, is not an empty folder, and `replace` is False.
@@ -115,14 +133,14 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
     occupied = os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or any(final.iterdir()))
     if occupied and not replace:
         raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(final))
-    aside = final.parent / f".{final.name}.replaced.{os.getpid()}.{secrets.token_hex(4)}"
-    if occupied:
+    if not occupied:
+        os.rename(temporary, final)
+    elif _exchange(temporary, final):
+        _delete(temporary)
+    else:
+        aside = final.parent / f".{final.name}.replaced.{os.getpid()}.{secrets.token_hex(4)}"
         os.rename(final, aside)
-    os.rename(temporary, final)
+        os.rename(temporary, final)
+        _delete(aside)
     fsync_folder(final.parent)
-    if occupied:
-        if aside.is_dir() and not aside.is_symlink():
-            shutil.rmtree(aside)
-        else:
-            aside.unlink()
     return final

@@ -94,7 +94,10 @@ def test_publish_folder_appears_whole_and_is_not_replaced(tmp_path):
     assert (tmp_path / "final" / "inner" / "file").read_text() == "one"
 
 
-def test_publish_folder_replace_swaps_and_deletes_the_earlier_one(tmp_path):
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_publish_folder_replace_swaps_and_deletes_the_earlier_one(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr("miles.contracts.publish._exchange", lambda left, right: False)
     make_folder(tmp_path / "final", "one")
     make_folder(tmp_path / ".tmp", "two")
     publish_folder(tmp_path / ".tmp", tmp_path / "final", replace=True)
@@ -121,3 +124,26 @@ def test_publish_bytes_killed_at_any_time_leaves_a_whole_file(tmp_path):
         data = path.read_bytes()
         assert len(data) == 400_000
         assert len(set(data)) == 1
+
+
+def test_publish_folder_replaced_without_end_and_killed_is_always_there_and_whole(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from miles.contracts.publish import publish_folder\n"
+        "root = Path(sys.argv[1])\n"
+        "for i in range(10**9):\n"
+        "    tmp = root / f'.tmp{i}'; tmp.mkdir()\n"
+        "    for name in 'abc': (tmp / name).write_text(str(i))\n"
+        "    publish_folder(tmp, root / 'final', replace=True)\n"
+        "    if i == 0: print('ready', flush=True)\n"
+    )
+    for attempt in range(4):
+        root = tmp_path / str(attempt)
+        root.mkdir()
+        child = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.02 + 0.013 * attempt)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        assert len({(root / "final" / name).read_text() for name in "abc"}) == 1
