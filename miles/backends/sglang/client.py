@@ -32,7 +32,7 @@ class EngineRefused(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to sample one response.
+    """How to sample one response. `ignore_eos` ignores `stop_token_ids` as well.
 
     A `sampling_seed` fixes the tokens for given prompt and weights, with one exception: SGLang samples a whole batch
     by one of two methods, and a request that filters (top_p, top_k, temperature 0) makes it take the other one for
@@ -152,7 +152,10 @@ class SGLangClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
+        if self._session is not None and self._loop is not loop:
+            # Its loop is gone, and with it every means to close the connections in order.
+            self._session.detach()
+        if self._session is None or self._session.closed:
             # limit=0: how many requests run at once is the caller's decision.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
             self._loop = loop

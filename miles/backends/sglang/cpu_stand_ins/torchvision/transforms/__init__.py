@@ -23,3 +23,8 @@ def __getattr__(name: str):
         raise NotImplementedError(f"torchvision.transforms.{name}: images are not served on a CPU without torchvision")
 
     return refuse
+
+
+# Imported last, and here: otherwise `from torchvision.transforms import functional` would end in __getattr__.
+import torchvision.transforms.functional  # noqa: E402
+import torchvision.transforms.v2.functional  # noqa: E402, F401

@@ -1,0 +1,209 @@
+"""A reward is a finite number within its time, or one line that names the sample and the function."""
+
+import asyncio
+import logging
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from miles.data.sample import Sample, SampleStatus
+from miles.rollout.rewards import load_function, score_samples
+
+
+def make_samples(count: int) -> list[Sample]:
+    return [
+        Sample(index=10 + n, group_index=n, rollout_id=0, prompt="p", tokens=[1], status=SampleStatus.COMPLETED)
+        for n in range(count)
+    ]
+
+
+def index_reward(sample):
+    return sample.index
+
+
+async def async_reward(sample):
+    await asyncio.sleep(0)
+    return sample.index
+
+
+def batch_reward(samples):
+    return [sample.index for sample in samples]
+
+
+async def async_batch_reward(samples):
+    return [sample.index for sample in samples]
+
+
+class CallableReward:
+    async def __call__(self, sample):
+        return sample.index
+
+
+@pytest.mark.parametrize("reward", [index_reward, async_reward, batch_reward, async_batch_reward, CallableReward()])
+async def test_every_kind_of_function_scores_every_sample(reward):
+    samples = make_samples(5)
+    assert await score_samples(samples, reward, timeout_s=5) == []
+    assert [sample.reward for sample in samples] == [10.0, 11.0, 12.0, 13.0, 14.0]
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
+async def test_every_kind_of_number_is_accepted(value):
+    samples = make_samples(1)
+    await score_samples(samples, lambda sample: value, timeout_s=5)
+    assert samples[0].reward == 1.0 and type(samples[0].reward) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "None"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], r"\[1.0\]"),
+        (1j, "1j"),
+        (np.array([1.0, 2.0]), "array"),
+    ],
+)
+async def test_no_finite_number_is_refused_with_sample_and_function(value, words):
+    def bad_reward(sample):
+        return value if sample.index == 12 else 0.0
+
+    with pytest.raises(ValueError, match=rf"bad_reward returned .*{words}.* sample 12") as caught:
+        await score_samples(make_samples(4), bad_reward, timeout_s=5)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+async def test_wrong_count_is_refused(count):
+    def short(samples):
+        return [0.0] * count
+
+    with pytest.raises(ValueError, match=rf"short returned {count} rewards for 3 samples \(10 to 12\)"):
+        await score_samples(make_samples(3), short, timeout_s=5)
+
+
+@pytest.mark.parametrize("value", [1.0, None, "abc"])
+async def test_batch_function_that_returns_no_list_is_refused(value):
+    with pytest.raises(ValueError, match="must return a list of 3 rewards"):
+        await score_samples(make_samples(3), lambda samples: value, timeout_s=5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "stop_iteration"])
+async def test_error_inside_the_function_names_sample_and_error(kind):
+    def plain(sample):
+        raise KeyError("gold")
+
+    async def asynchronous(sample):
+        raise KeyError("gold")
+
+    def stop_iteration(sample):
+        return next(iter(()))
+
+    function = {"plain": plain, "async": asynchronous, "stop_iteration": stop_iteration}[kind]
+    error = "StopIteration" if kind == "stop_iteration" else "KeyError: 'gold'"
+    with pytest.raises(ValueError, match=rf"{function.__name__} failed on sample 10: .*{error}"):
+        await score_samples(make_samples(1), function, timeout_s=5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_slow_reward_ends_the_round_and_is_named(asynchronous, caplog):
+    def slow(sample):
+        if sample.index == 11:
+            time.sleep(60)
+        return 1.0
+
+    async def slow_async(sample):
+        if sample.index == 11:
+            await asyncio.sleep(60)
+        return 1.0
+
+    samples = make_samples(3)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        late = await score_samples(samples, slow_async if asynchronous else slow, timeout_s=0.3)
+    assert time.monotonic() - began < 5
+    assert late == [samples[1]]
+    assert [sample.reward for sample in samples] == [1.0, None, 1.0]
+    assert samples[1].status is SampleStatus.FAILED
+    assert "sample 11" in caplog.text and "more than 0.3 s" in caplog.text
+
+
+async def test_time_of_waiting_for_a_turn_is_not_counted():
+    samples = make_samples(6)
+
+    def takes_a_while(sample):
+        time.sleep(0.15)
+        return 1.0
+
+    assert await score_samples(samples, takes_a_while, timeout_s=0.6, concurrency=1) == []
+
+
+async def test_no_more_than_the_allowed_number_run_at_once():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def count(sample):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 0.0
+
+    await score_samples(make_samples(12), count, timeout_s=5, concurrency=3)
+    assert most == 3
+
+
+async def test_no_samples_need_no_scores():
+    assert await score_samples([], index_reward, timeout_s=1) == []
+    assert await score_samples([], batch_reward, timeout_s=1) == []
+
+
+@pytest.fixture
+def hook(tmp_path):
+    file = tmp_path / "my-hook.py"
+    file.write_text("LIMIT = 3\ndef reward(sample):\n    return LIMIT\n")
+    return file
+
+
+def test_load_function_from_file_and_from_module(hook):
+    assert load_function(f"{hook}:reward")(None) == 3
+    assert load_function("json:dumps") is __import__("json").dumps
+
+
+def test_load_function_keeps_two_files_of_one_name_apart(hook, tmp_path):
+    other = tmp_path / "other" / hook.name
+    other.parent.mkdir()
+    other.write_text("def reward(sample):\n    return 4\n")
+    first, second = load_function(f"{hook}:reward"), load_function(f"{other}:reward")
+    assert (first(None), second(None)) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("reward", "expected package.module:function or file.py:function"),
+        ("json:", "expected package.module:function"),
+        (":dumps", "expected package.module:function"),
+        ("json:no such", "expected package.module:function"),
+        ("no_such_module_at_all:f", "importing no_such_module_at_all failed: ModuleNotFoundError"),
+        ("json:missing", "json has no missing"),
+        ("json:__doc__", "__doc__ is a str, not a function"),
+        ("/no/such/file.py:f", "there is no file /no/such/file.py"),
+    ],
+)
+def test_load_function_of_a_bad_path_is_one_line(path, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_function(path)
+    assert repr(path) in str(caught.value)
+
+
+def test_load_function_of_a_file_that_fails_names_the_error(tmp_path):
+    (tmp_path / "broken.py").write_text("import missing_thing\n")
+    with pytest.raises(ValueError, match=r"broken.py failed: ModuleNotFoundError: No module named 'missing_thing'"):
+        load_function(f"{tmp_path / 'broken.py'}:f")
