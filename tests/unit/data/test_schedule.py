@@ -14,7 +14,7 @@ def rows_of(rank: list[list[int]]) -> list[int]:
     return [row for micro_batch in rank for row in micro_batch]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=80),
     dp_size=st.integers(1, 9),
