@@ -5,70 +5,27 @@ settings is not run again, so a second start costs nothing; --fresh starts over.
 """
 
 import argparse
-import hashlib
 import json
-import os
 import shutil
-import subprocess
 import sys
-import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import yaml
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from miles.contracts.publish import publish_bytes, publish_json
+from examples.stages import ROOT, Stage, Totals, flags, read_plan, run_stages, write_settings
 from miles.reporting.report import write_report
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One program: its command, and the folders and files it makes, which are removed before it runs."""
-
-    name: str
-    command: list[str]
-    makes: list[Path]
-
-
-class PeakMemory(threading.Thread):
-    """Watches the memory of this process and all below it; `peak` in bytes, shared pages shared out."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak = 0
-
-    def run(self) -> None:
-        me = psutil.Process()
-        while True:
-            total = 0
-            for process in [me, *me.children(recursive=True)]:
-                try:
-                    total += process.memory_full_info().pss
-                except (psutil.NoSuchProcess, psutil.AccessDenied):
-                    continue
-            self.peak = max(self.peak, total)
-            time.sleep(2.0)
 
 
 def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
     """The stages in order; writes the settings file of each."""
-    python, folder = sys.executable, out / "settings"
+    python = sys.executable
 
     def settings(name: str, **more: Any) -> list[str]:
-        path = folder / f"{name}.yaml"
-        publish_bytes(path, yaml.safe_dump(plan["common"] | plan[name]["settings"] | more, sort_keys=True).encode())
-        return ["--config", str(path)]
+        return write_settings(out / "settings", name, plan["common"] | plan[name]["settings"] | more)
 
-    def flags(values: dict[str, Any]) -> list[str]:
-        return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-    folder.mkdir(parents=True, exist_ok=True)
     problems, critic, value_data = plan["problems"], out / "critic", out / "value_data"
     run, report = out / "run", out / "value_report.json"
     manifest = {"value_pretrain_manifest": str(value_data / "manifest.json")}
@@ -128,54 +85,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
     ]
 
 
-def digest_of(stage: Stage, before: str) -> str:
-    """What the result of a stage follows from: its command, its settings file and the stage before it."""
-    text = json.dumps([stage.command, before])
-    for word in stage.command:
-        if word.endswith(".yaml"):
-            text += Path(word).read_text()
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def remove(paths: list[Path]) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def run(plan: dict[str, Any], out: Path) -> None:
-    """Run what is not done yet; the report at the end."""
-    memory = PeakMemory()
-    memory.start()
-    journal = out / "stages.json"
-    done: dict[str, Any] = json.loads(journal.read_text()) if journal.exists() else {}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    started, digest, ran = time.monotonic(), "", False
-    todo = stages(plan, out)
-    for number, stage in enumerate(todo, start=1):
-        digest = digest_of(stage, digest)
-        title = f"[{number}/{len(todo)}] {stage.name}"
-        if not ran and stage.makes and done.get(stage.name, {}).get("digest") == digest:
-            print(f"{title}: done before, {done[stage.name]['seconds']:.0f} s", flush=True)
-            continue
-        print(title, flush=True)
-        ran = True
-        remove(stage.makes)
-        began = time.monotonic()
-        code = subprocess.run(stage.command, cwd=ROOT, env=environment).returncode
-        if code != 0:
-            raise SystemExit(
-                f"quickstart: stage {stage.name!r} ended with exit code {code}: {' '.join(stage.command)}"
-            )
-        done[stage.name] = {"digest": digest, "seconds": time.monotonic() - began}
-        publish_json(journal, done)
-    page = write_report(out / "run")
-    print_summary(out, page, seconds=time.monotonic() - started, peak=memory.peak)
-
-
-def print_summary(out: Path, page: Path, *, seconds: float, peak: int) -> None:
+def print_summary(out: Path, page: Path, totals: Totals) -> None:
     lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     accuracies = [line for line in lines if line["stage"] == "eval"]
     gate = json.loads((out / "value_report.json").read_text())
@@ -190,7 +100,7 @@ def print_summary(out: Path, page: Path, *, seconds: float, peak: int) -> None:
         ev = gate["aggregate"][weighting]["metrics"]["explained_variance"]
         print(f"critic on held-out prompts, {weighting.replace('_', '-')}: EV {ev:+.3f}")
     print(f"report: {page}")
-    print(f"{seconds:.0f} s, peak memory {peak / 2**30:.1f} GiB")
+    print(f"{totals.seconds:.0f} s, peak memory {totals.peak / 2**30:.1f} GiB")
 
 
 def main() -> None:
@@ -203,8 +113,8 @@ def main() -> None:
     if options.fresh and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    plan = yaml.safe_load(options.plan.read_text().replace("{out}", str(out)))
-    run(plan, out)
+    totals = run_stages("quickstart", stages(read_plan(options.plan, out=out), out), out)
+    print_summary(out, write_report(out / "run"), totals)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""What the example drivers share: run programs one after another, skip what is done, watch time and memory."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from miles.contracts.publish import publish_bytes, publish_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One program: its command, and the folders and files it makes, which are removed before it runs."""
+
+    name: str
+    command: list[str]
+    makes: list[Path]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What running the stages took, those skipped left out.
+
+    Attributes:
+        seconds: wall clock of all.
+        peak: most memory in use at once, bytes.
+    """
+
+    seconds: float
+    peak: int
+
+
+class PeakMemory(threading.Thread):
+    """Watches the memory of this process and all below it, shared pages shared out.
+
+    Attributes:
+        peak: the highest so far, bytes.
+        since_mark: the highest since the last `mark()`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.since_mark = 0
+
+    def mark(self) -> None:
+        self.since_mark = 0
+
+    def run(self) -> None:
+        me = psutil.Process()
+        while True:
+            total = 0
+            for process in [me, *me.children(recursive=True)]:
+                try:
+                    total += process.memory_full_info().pss
+                except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    continue
+            self.peak = max(self.peak, total)
+            self.since_mark = max(self.since_mark, total)
+            time.sleep(2.0)
+
+
+def write_settings(folder: Path, name: str, values: Mapping[str, Any]) -> list[str]:
+    """Write a stage's settings file; the words of its command that name it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    publish_bytes(path, yaml.safe_dump(dict(values), sort_keys=True).encode())
+    return ["--config", str(path)]
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """A command line's words for `values`: {"num_train": 4} becomes --num-train 4."""
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def read_plan(path: Path, **places: Path) -> dict[str, Any]:
+    """A YAML file with {name} replaced by the folder of that name."""
+    text = path.read_text()
+    for name, folder in places.items():
+        text = text.replace(f"{{{name}}}", str(folder))
+    return yaml.safe_load(text)
+
+
+def digest_of(stage: Stage, before: str) -> str:
+    """What the result of a stage follows from: its command, its settings file and the stage before it."""
+    text = json.dumps([stage.command, before])
+    for word in stage.command:
+        if word.endswith(".yaml"):
+            text += Path(word).read_text()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_journal(out: Path) -> dict[str, Any]:
+    """What finished stages left in `out`: by name, their digest, seconds and peak memory (bytes)."""
+    journal = out / "stages.json"
+    return json.loads(journal.read_text()) if journal.exists() else {}
+
+
+def run_stages(program: str, todo: Sequence[Stage], out: Path) -> Totals:
+    """Run what is not done yet, in order; a stage that runs makes all later ones run.
+
+    Raises:
+        SystemExit: a stage failed; the line names it.
+    """
+    memory = PeakMemory()
+    memory.start()
+    done = read_journal(out)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    started, digest, ran = time.monotonic(), "", False
+    for number, stage in enumerate(todo, start=1):
+        digest = digest_of(stage, digest)
+        title = f"[{number}/{len(todo)}] {stage.name}"
+        whole = bool(stage.makes) and all(path.exists() for path in stage.makes)
+        if not ran and whole and done.get(stage.name, {}).get("digest") == digest:
+            print(f"{title}: done before, {done[stage.name]['seconds']:.0f} s", flush=True)
+            continue
+        print(title, flush=True)
+        if not ran:
+            # From here on nothing that an earlier start made counts any more.
+            ran = True
+            done = {earlier.name: done[earlier.name] for earlier in todo[: number - 1] if earlier.name in done}
+            publish_json(out / "stages.json", done)
+        remove(stage.makes)
+        memory.mark()
+        began = time.monotonic()
+        code = subprocess.run(stage.command, cwd=ROOT, env=environment).returncode
+        if code != 0:
+            raise SystemExit(f"{program}: stage {stage.name!r} ended with exit code {code}: {' '.join(stage.command)}")
+        done[stage.name] = {"digest": digest, "seconds": time.monotonic() - began, "peak_bytes": memory.since_mark}
+        publish_json(out / "stages.json", done)
+    return Totals(seconds=time.monotonic() - started, peak=memory.peak)
