@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"build_value_dataset: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("build_value_dataset: interrupted, nothing was written", file=sys.stderr)
+        return 130
     print(f"rollouts read: {report['rows_read']}, kept: {report['rows_kept']}")
     for reason, count in report["rows_dropped"].items():
         print(f"  left out: {count:6d}  {reason}  (first: {report['dropped_examples'][reason][0]})")

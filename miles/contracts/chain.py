@@ -251,6 +251,9 @@ class _Walk:
             if isinstance(error, OSError) and error.strerror:
                 reason = f"{error.strerror}: {error.filename}"
             link = Link(name, path, False, reason)
+        except (KeyError, TypeError, AttributeError) as error:
+            # A file that someone else wrote or edited may hold any JSON at all.
+            link = Link(name, path, False, f"malformed: {type(error).__name__}: {error}")
         # The same artifact reached by a second way adds a line only when that way finds it broken.
         key = (name, path.resolve())
         if key not in self._seen:
@@ -488,8 +491,18 @@ class _Walk:
 
         def proof() -> str:
             record.update(read_run_record(folder))
-            for entry in record.get("checkpoints", []) + record.get("files", []):
-                require_text(entry.get("path"), field="path")
+            for entry in record.get("checkpoints", []):
+                require_text(entry["path"], field="checkpoints path")
+                require_sha256(entry["manifest_sha256"], field="checkpoints manifest_sha256")
+            for entry in record.get("files", []):
+                require_text(entry["path"], field="files path")
+                require_sha256(entry["sha256"], field="files sha256")
+            used = record.get("value_pretraining")
+            if used is not None:
+                require_text(used["contract_path"], field="value_pretraining.contract_path")
+                require_sha256(used["contract_sha256"], field="value_pretraining.contract_sha256")
+                if used.get("eval_report_path") is not None:
+                    require_sha256(used["eval_report_sha256"], field="value_pretraining.eval_report_sha256")
             return f"{len(record.get('checkpoints', []))} checkpoints, {len(record.get('files', []))} files"
 
         if not self._add("run", folder / RUN_RECORD_NAME, proof):

@@ -68,7 +68,7 @@ def run(ns: argparse.Namespace) -> int:
         print(_line(link, paint))
     broken = first_broken(links)
     if broken is None:
-        print(paint(f"verified: {len(links)} links hold", "32"))
+        print(paint(f"verified: {len(links)} {'link holds' if len(links) == 1 else 'links hold'}", "32"))
         return 0
     print(paint(f"first broken link: {broken.name}: {broken.path}: {broken.detail}", "31;1"))
     return 1

@@ -380,6 +380,7 @@ def build_value_dataset(
         FileExistsError: `out` holds a manifest, or anything else.
         ValueError: a malformed row (`path:line`), a leaking prompt, returns outside the reward range, a split without
             rows, or, when strict, a completed row that would be left out.
+        OSError: the disk is full, or another error of the file system; nothing is left behind.
     """
     out = Path(out)
     if os.path.lexists(out / MANIFEST_NAME):
@@ -414,6 +415,9 @@ def build_value_dataset(
         report = _write_all(temporary, split, sources=sources, account=account, objective=objective, options=options)
         manifest_sha256 = sha256_file(temporary / MANIFEST_NAME)
         publish_folder(temporary, out)
+    except OSError as error:
+        # A full disk reports no file name by itself.
+        raise OSError(error.errno, error.strerror, error.filename or str(out)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return {**report, "manifest_path": str((out / MANIFEST_NAME).resolve()), "manifest_sha256": manifest_sha256}

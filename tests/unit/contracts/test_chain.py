@@ -141,6 +141,18 @@ def test_verify_run_record_deleted_or_unsealed_is_refused(value_chain):
         verify_chain(value_chain.run)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"checkpoints": None}, {"files": [3]}, {"value_pretraining": {}}, {"checkpoints": [{"path": "x"}]}],
+)
+def test_verify_run_record_malformed_but_sealed_is_a_broken_link(value_chain, changes):
+    record = value_chain.run / "run.json"
+    record.write_bytes(readable_json_bytes(sealed({**json.loads(record.read_bytes()), **changes})))
+    link = first_broken(verify_chain(value_chain.run))
+    assert link.name == "run"
+    assert "malformed" in link.detail
+
+
 def test_verify_two_files_swapped_is_caught(value_chain):
     first, second = sorted((value_chain.critic / "iter_0000004" / "weights").iterdir())
     a, b = first.read_bytes(), second.read_bytes()

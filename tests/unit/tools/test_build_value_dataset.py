@@ -372,6 +372,26 @@ def test_tool_prints_counts_and_digest_and_refuses_with_one_line(tool, write_rol
     assert error == f"build_value_dataset: refusing to overwrite an existing manifest: {manifest}\n"
 
 
+def test_tool_disk_full_is_one_line_and_leaves_nothing(write_rollouts, good_rows, tmp_path):
+    path = write_rollouts(good_rows)
+    # A file size limit fails a write as a full disk does, and needs no privileges.
+    code = (
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(TOOL), "--rollouts", str(path), "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("build_value_dataset: [Errno 27] File too large: ")
+    assert result.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["rollouts.jsonl"]
+
+
 def test_tool_killed_at_any_time_leaves_all_or_nothing(good_rows, to_jsonl, tmp_path):
     rollouts = tmp_path / "rollouts.jsonl"
     data = to_jsonl(good_rows)
