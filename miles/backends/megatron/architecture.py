@@ -56,11 +56,13 @@ class Architecture:
         for field in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             if getattr(self, field) % tensor_size:
                 raise ValueError(
-                    f"--tensor-model-parallel-size {tensor_size} does not divide the model's {field} {getattr(self, field)}"
+                    f"--tensor-model-parallel-size {tensor_size} does not divide "
+                    f"the model's {field} {getattr(self, field)}"
                 )
         if self.num_layers % pipeline_size:
             raise ValueError(
-                f"--pipeline-model-parallel-size {pipeline_size} does not divide the model's num_layers {self.num_layers}"
+                f"--pipeline-model-parallel-size {pipeline_size} does not divide "
+                f"the model's num_layers {self.num_layers}"
             )
 
     @classmethod
@@ -68,8 +70,8 @@ class Architecture:
         """Read `config.json` of a Hugging Face model folder.
 
         Raises:
-            ValueError: The folder or file is missing or unreadable, or a field holds something this backend cannot run;
-                the message names the file and the field.
+            ValueError: The folder or file is missing or unreadable, or a field holds something this backend cannot
+                run; the message names the file and the field.
         """
         path = Path(folder) / "config.json"
         if not Path(folder).is_dir():
@@ -85,7 +87,8 @@ class Architecture:
         model_type = raw.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ValueError(
-                f"{path}: model_type {model_type!r} is not supported; expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+                f"{path}: model_type {model_type!r} is not supported; "
+                f"expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
         from transformers import AutoConfig
 

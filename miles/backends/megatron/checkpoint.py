@@ -1,7 +1,8 @@
 """Distributed checkpoints: written under a temporary name, published whole, checked before they are believed.
 
-Layout of a save folder: `iter_NNNNNNN/` (Megatron's distributed checkpoint, `identity.json`, and `checkpoint_manifest.json`
-with the size and SHA-256 of every file) and `latest`, which names the newest one and is replaced last.
+Layout of a save folder: `iter_NNNNNNN/` (Megatron's distributed checkpoint, `identity.json`, and
+`checkpoint_manifest.json` with the size and SHA-256 of every file) and `latest`, which names the newest one and is
+replaced last.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
 from miles.backends.megatron.checkpoint_identity import (
     IDENTITY_FILE,
     LATEST_FILE,
@@ -120,8 +121,8 @@ def _sharded_rng(parallel: ParallelState) -> ShardedObject:
 def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
     """Write and publish `iter_NNNNNNN` under `root`; every rank calls it.
 
-    A kill at any moment leaves the previous checkpoint in force: `latest` is replaced only when the new folder is complete,
-    on disk and under its final name. A checkpoint of the same iteration is replaced.
+    A kill at any moment leaves the previous checkpoint in force: `latest` is replaced only when the new folder is
+    complete, on disk and under its final name. A checkpoint of the same iteration is replaced.
 
     Returns:
         The published folder.
@@ -218,7 +219,9 @@ def open_checkpoint(path: str, wanted: Identity, parallel: ParallelState) -> tup
 
 def _load_tensors(wanted: dict[str, Any], folder: Path) -> tuple[dict[str, Any], set[str]]:
     """Read what `wanted` names; returns it and the model tensors of the checkpoint that nobody asked for."""
-    loaded, missing, unexpected = dist_checkpointing.load(wanted, str(folder), strict="return_all")  # type: ignore[misc]
+    result = dist_checkpointing.load(wanted, str(folder), strict="return_all")
+    assert isinstance(result, tuple)
+    loaded, missing, unexpected = cast(tuple[dict[str, Any], set[str], set[str]], result)
     if missing:
         raise ValueError(f"{folder}: tensor {min(missing)} is missing from the checkpoint ({len(missing)} in all)")
     return loaded, {name for name in unexpected if not name.startswith(("optimizer.", "rng_state"))}

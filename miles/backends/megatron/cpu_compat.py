@@ -1,10 +1,10 @@
 """Lets megatron-core 0.16 run where there is no GPU.
 
-megatron-core calls `torch.cuda.current_device()` and allocates with `device="cuda"` in every forward pass, so it cannot run
-on a CPU as published. `install()` gives the modules of `megatron.core` a stand-in for their module-global name `torch`, which
-answers those calls with the CPU. The real torch is touched in two places only: `Tensor.cuda`, which becomes the identity, and
-`Tensor.type()` without arguments when it is called from Megatron's optimizer, which compares type names with CUDA's.
-Where CUDA is available nothing is installed.
+megatron-core calls `torch.cuda.current_device()` and allocates with `device="cuda"` in every forward pass, so it
+cannot run on a CPU as published. `install()` gives the modules of `megatron.core` a stand-in for their module-global
+name `torch`, which answers those calls with the CPU. The real torch is touched in two places only: `Tensor.cuda`,
+which becomes the identity, and `Tensor.type()` without arguments when it is called from Megatron's optimizer, which
+compares type names with CUDA's. Where CUDA is available nothing is installed.
 
 The module also repairs three faults of the torch-AdamW fallback of Megatron's DistributedOptimizer (used where neither
 Transformer Engine nor apex is installed); each repair names its fault.
@@ -127,8 +127,8 @@ def repair_distributed_optimizer(module: types.ModuleType) -> None:
     """Repair DistributedOptimizer over torch.optim.AdamW; harmless, and not needed, over a fused Adam.
 
     Three faults of megatron-core 0.16.1, all on the loading path:
-    1. `_set_main_param_and_optimizer_states` expects a "step" per parameter that the loaded state no longer holds, and copies
-       into leaves that require grad;
+    1. `_set_main_param_and_optimizer_states` expects a "step" per parameter that the loaded state no longer holds,
+       and copies into leaves that require grad;
     2. `load_state_dict` gives every parameter the same `step` tensor, which AdamW then advances once per parameter;
     3. `sharded_state_dict(is_loading=True)` asserts that the optimizer has stepped, which a fresh one has not.
     """

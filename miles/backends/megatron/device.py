@@ -21,11 +21,12 @@ class Device:
         """Resolve `args.device` ("auto", "cpu" or "cuda") on this machine.
 
         Raises:
-            ValueError: CUDA was asked for and there is none, or the CPU was asked for in a process that already uses CUDA.
+            ValueError: CUDA was asked for and there is none, or the CPU was asked for in a process that already uses
+                CUDA.
         """
         requested = args.device
         if requested == "cpu" and not torch.cuda.is_initialized():
-            # megatron-core decides at import time by what CUDA reports; a CPU run on a GPU machine must not see the GPU.
+            # megatron-core decides at import time by what CUDA reports, so a CPU run must not see a GPU.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         available = torch.cuda.is_available()
         if requested == "cpu":
@@ -56,7 +57,7 @@ class Device:
         return "nccl" if self.is_cuda else "gloo"
 
     def activate(self) -> None:
-        """Make this device current for the process and prepare megatron-core for it; call before importing Megatron."""
+        """Make this device current and prepare megatron-core for it; call before importing Megatron."""
         if self.is_cuda:
             torch.cuda.set_device(self.index)
             return

@@ -1,4 +1,4 @@
-"""From rows of Python lists to the tensors of one micro-batch, without a Python loop over tokens. Imports no Megatron."""
+"""From rows of Python lists to the tensors of one micro-batch, with no Python loop over tokens. Needs no Megatron."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 class MicroBatch:
     """Tensors of one micro-batch; T counts the response tokens of all its rows, in row order.
 
-    Padded: `input_ids` is [rows, longest], filled on the right. Packed: [1, tokens], with the bounds of each sequence in
-    `cu_seqlens`. Either way response token t of the micro-batch is predicted by the model output at `positions_T[t]` of the
-    flattened output, the position just before the token.
+    Padded: `input_ids` is [rows, longest], filled on the right. Packed: [1, tokens], with the bounds of each
+    sequence in `cu_seqlens`. Either way response token t of the micro-batch is predicted by the model output at
+    `positions_T[t]` of the flattened output, the position just before the token.
     """
 
     input_ids: torch.Tensor

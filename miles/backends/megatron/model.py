@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.device import Device
 from miles.backends.megatron.layer_spec import decoder_spec, transformer_engine_in_use
@@ -51,7 +51,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Micro-batches differ in length, so stages tell each other shapes; Megatron allows that only with this dispatcher.
+        # Micro-batches differ in length, so stages exchange shapes, which Megatron allows with this dispatcher only.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Every weight is loaded afterwards, so none is drawn.
@@ -82,8 +82,8 @@ def build_model(
 
     Args:
         architecture: The decoder; `untied()` for a critic.
-        value_width: None for a language model; for a critic the head's width (1 or the number of bins), and the last stage
-            then ends in a freshly drawn ValueHead.
+        value_width: None for a language model; for a critic the head's width (1 or the number of bins), and the last
+            stage then ends in a freshly drawn ValueHead.
         seed: Seeds the value head.
 
     Raises:
@@ -107,7 +107,8 @@ def build_model(
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
     )
     if value_width is not None and parallel.is_last_stage:
-        model.output_layer = ValueHead(config, width=value_width, seed=seed, parallel=parallel)
+        head = ValueHead(config, width=value_width, seed=seed, parallel=parallel)
+        model.output_layer = cast(Any, head)  # GPTModel calls it as it calls its own output layer
     return model.to(device.torch_device)
 
 

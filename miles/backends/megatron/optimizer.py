@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -48,8 +47,8 @@ def schedule_length(args: Any) -> int:
 def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay (none on biases and norms), plain or distributed, and its schedule.
 
-    The schedule advances by one per optimizer step, before the step, so that optimizer step n (from 1) runs at schedule(n):
-    lr * n / warm-up steps during the warm-up, then the decay, which reaches `min_lr` at the last step.
+    The schedule advances by one per optimizer step, before the step, so that optimizer step n (from 1) runs at
+    schedule(n): lr * n / warm-up steps during the warm-up, then the decay, which reaches `min_lr` at the last step.
 
     Raises:
         ValueError: The learning-rate settings contradict each other.

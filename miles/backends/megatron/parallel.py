@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -120,6 +121,11 @@ def initialize_parallel(
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed)
+    groups = {
+        "tp_group": mpu.get_tensor_model_parallel_group(),
+        "pp_group": mpu.get_pipeline_model_parallel_group(),
+        "dp_group": mpu.get_data_parallel_group(),
+    }
     return ParallelState(
         rank=rank,
         world_size=world_size,
@@ -129,9 +135,7 @@ def initialize_parallel(
         pp_size=pipeline_size,
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        pp_group=mpu.get_pipeline_model_parallel_group(),
-        dp_group=mpu.get_data_parallel_group(),
+        **cast(dict[str, dist.ProcessGroup], groups),
     )
 
 

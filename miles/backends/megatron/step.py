@@ -1,8 +1,8 @@
 """Forward and backward passes through Megatron's schedules, with loss denominators that are global.
 
-An objective turns the model's outputs for the response tokens of one micro-batch into a SUM of per-token losses and sums of
-metrics. This module divides once, by counts taken over the whole batch of all data-parallel ranks, so that the update does
-not depend on how rows were dealt to ranks and micro-batches.
+An objective turns the model's outputs for the response tokens of one micro-batch into a SUM of per-token losses and
+sums of metrics. This module divides once, by counts taken over the whole batch of all data-parallel ranks, so that
+the update does not depend on how rows were dealt to ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+
 from miles.algorithms.aggregation import add_metrics
 from miles.backends.megatron.micro_batch import MicroBatch, build_micro_batch, split_by_row
 from miles.backends.megatron.parallel import ParallelState
@@ -31,8 +31,8 @@ Reader = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 class Stepper:
     """Runs one model over shards of column batches.
 
-    A shard is this data-parallel rank's columns with an extra key `micro_batches`: lists of row numbers, the same number of
-    lists on every data-parallel rank. All ranks of the model call every method together.
+    A shard is this data-parallel rank's columns with an extra key `micro_batches`: lists of row numbers, the same
+    number of lists on every data-parallel rank. All ranks of the model call every method together.
     """
 
     def __init__(

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
 from miles.backends.megatron.parallel import ParallelState
 
 _INITIAL_VALUE_STD = 0.1
@@ -19,8 +19,9 @@ _INITIAL_VALUE_STD = 0.1
 class ValueHead(MegatronModule):
     """Linear map from a hidden state to one value, or to the logits of `width` return bins.
 
-    The head is replicated over tensor-parallel ranks, drawn from one generator, so that every layout starts from the same
-    numbers, and kept in fp32 whatever the model's dtype. It takes the place of GPTModel.output_layer and answers its call.
+    The head is replicated over tensor-parallel ranks, drawn from one generator, so that every layout starts from the
+    same numbers, and kept in fp32 whatever the model's dtype. It takes the place of GPTModel.output_layer and
+    answers its call.
     """
 
     def __init__(self, config: TransformerConfig, *, width: int, seed: int, parallel: ParallelState) -> None:

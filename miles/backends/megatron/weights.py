@@ -18,7 +18,7 @@ from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.hf_files import HFWeights
 from miles.backends.megatron.parallel import ParallelState
 
-Kind = Literal["copy", "rows", "columns", "qkv", "gate_up", "vocab"]
+Kind = Literal["copy", "columns", "qkv", "gate_up", "vocab"]
 TensorInfo = tuple[str, torch.dtype, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -31,8 +31,8 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 class Rule:
     """How one Megatron parameter is made of Hugging Face tensors.
 
-    `kind`: "copy" replicates over tensor-parallel ranks; "rows" and "columns" split dimension 0 and 1; "qkv" and "gate_up"
-    merge several tensors as the module docstring says; "vocab" splits dimension 0 after padding.
+    `kind`: "copy" replicates over tensor-parallel ranks; "columns" splits dimension 1; "qkv" and "gate_up" merge
+    several tensors as the module docstring says; "vocab" splits dimension 0 after padding.
     """
 
     megatron: str
@@ -109,8 +109,8 @@ def to_shard(
     """This tensor-parallel rank's part of a Megatron parameter, from whole Hugging Face tensors."""
     if rule.kind == "copy":
         return tensors[0]
-    if rule.kind in ("rows", "columns"):
-        return tensors[0].chunk(size, dim=0 if rule.kind == "rows" else 1)[rank]
+    if rule.kind == "columns":
+        return tensors[0].chunk(size, dim=1)[rank]
     if rule.kind == "gate_up":
         return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
     if rule.kind == "vocab":
@@ -130,8 +130,8 @@ def from_shards(rule: Rule, shards: list[torch.Tensor], *, architecture: Archite
     """Whole Hugging Face tensors from the parts that the tensor-parallel ranks hold, the inverse of `to_shard`."""
     if rule.kind == "copy":
         return [shards[0]]
-    if rule.kind in ("rows", "columns"):
-        return [torch.cat(shards, dim=0 if rule.kind == "rows" else 1)]
+    if rule.kind == "columns":
+        return [torch.cat(shards, dim=1)]
     if rule.kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
@@ -155,8 +155,8 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's model from a Hugging Face folder, one tensor at a time, strictly.
 
-    Every parameter is filled but a critic's value head, and every tensor of the folder has a place (a critic leaves the
-    language-model head out).
+    Every parameter is filled but a critic's value head, and every tensor of the folder has a place (a critic leaves
+    the language-model head out).
 
     Args:
         architecture: As the folder's config.json says it (tied or not).
@@ -234,8 +234,8 @@ def gather_bucket(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Bring a bucket's weights together on global rank 0 as whole Hugging Face tensors; every rank must iterate.
 
-    Tensor-parallel parts are gathered on the stage that owns them, in the first data-parallel replica; the stage's first
-    rank sends the whole tensors to rank 0.
+    Tensor-parallel parts are gathered on the stage that owns them, in the first data-parallel replica; the stage's
+    first rank sends the whole tensors to rank 0.
 
     Yields:
         (name, tensor) on rank 0 in the order of `bucket.metadata()`; nothing on other ranks.

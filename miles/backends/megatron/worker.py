@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,23 +18,31 @@ from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdent
 from miles.backends.megatron.device import Device
 from miles.backends.megatron.hf_files import HFWeights, write_folder
 from miles.backends.megatron.parallel import destroy_parallel, initialize_parallel
+from miles.backends.weight_checksums import engine_checksums
+from miles.backends.weight_group import (
+    WeightBucket,
+    broadcast_bucket,
+    dtype_name,
+    join_weight_group,
+    leave_weight_group,
+)
+from miles.value_evaluation import build_rank_report
 
 WorkerRole = Literal["actor", "critic", "sft"]
 Shard = dict[str, Any]
 Metrics = dict[str, float]
 
 _BUCKET_BYTES = 256 << 20
-logger = logging.getLogger(__name__)
 
 
 class MegatronWorker:
     """A rank of a Megatron training group.
 
-    Every method is called on all ranks of the group at the same time. A `shard` is this data-parallel rank's columns (see
-    miles.data.batch) with two more keys: `micro_batches`, lists of row numbers of the shard, the same number of lists on
-    every data-parallel rank; and `global_counts`, {"samples", "tokens"} summed over data-parallel ranks, where tokens
-    counts the ones of the loss masks. Training methods return metrics on output ranks (last pipeline stage, tensor rank 0)
-    and None elsewhere; metrics are already reduced over the whole group.
+    Every method is called on all ranks of the group at the same time. A `shard` is this data-parallel rank's columns
+    (see miles.data.batch) with two more keys: `micro_batches`, lists of row numbers of the shard, the same number of
+    lists on every data-parallel rank; and `global_counts`, {"samples", "tokens"} summed over data-parallel ranks,
+    where tokens counts the ones of the loss masks. Training methods return metrics on output ranks (last pipeline
+    stage, tensor rank 0) and None elsewhere; metrics are already reduced over the whole group.
     """
 
     def __init__(
@@ -218,7 +225,9 @@ class MegatronWorker:
                 f"{self.role} loss is {metrics['loss']} at iteration {iteration}; nothing was updated"
             )
         self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
+        outcome = self.optimizer.step()
+        assert outcome is not None
+        grad_norm = outcome[1]
         if grad_norm is None or not math.isfinite(grad_norm):
             raise FloatingPointError(f"{self.role} gradient norm is {grad_norm} at iteration {iteration}")
         if not self.parallel.is_output_rank:
@@ -241,7 +250,8 @@ class MegatronWorker:
         """One PPO update on `advantages` and `old_log_probs`.
 
         Returns:
-            loss, policy_loss, entropy, approx_kl, clip_fraction (token means), ratio_max, ratio_min, tokens, grad_norm, lr.
+            loss, policy_loss, entropy, approx_kl, clip_fraction (token means), ratio_max, ratio_min, tokens,
+            grad_norm, lr.
         """
         from miles.backends.megatron.objectives import PolicyObjective
 
@@ -290,16 +300,21 @@ class MegatronWorker:
         values = self.compute_values(shard)
         if values is None:
             return None
-        return {
-            "dp_rank": self.parallel.dp_rank,
-            "sample_indices": [int(index) for index in shard["sample_indices"]],
-            **value_statistics(shard, values),
-        }
+        indices = [int(index) for index in shard["sample_indices"]]
+        return build_rank_report(
+            dp_rank=self.parallel.dp_rank,
+            sample_indices=indices,
+            values=[values[index].tolist() for index in indices],
+            returns=shard["returns"],
+            loss_masks=shard["loss_masks"],
+            reward_range=self.args.value_reward_range,
+        )
 
     # ---------------------------------------------------------------- saving
 
     def save_model(self, iteration: int, force_sync: bool = True) -> str:
-        """Save model, optimizer, schedule and generators under the role's save folder; see `checkpoint.save_checkpoint`.
+        """Save model, optimizer, schedule and generators under the role's save folder; see
+        `checkpoint.save_checkpoint`.
 
         Saves are always synchronous, so `force_sync` changes nothing.
 
@@ -309,11 +324,8 @@ class MegatronWorker:
         from miles.backends.megatron.checkpoint import save_checkpoint
 
         if self.args.save is None:
-            raise ValueError(
-                "--save is missing: there is nowhere to save to"
-                if self.role == "actor"
-                else "--critic-save is missing"
-            )
+            flag = "--save" if self.role == "actor" else "--critic-save"
+            raise ValueError(f"{flag} is missing: there is nowhere to save to")
         return str(save_checkpoint(self.args.save, self._state, iteration=iteration))
 
     def export_hf(self, path: str | Path) -> str | None:
@@ -350,34 +362,51 @@ class MegatronWorker:
     # ---------------------------------------------------------------- weights to engines
 
     def join_weight_group(self, init_method: str, world_size: int, rank: int, group_name: str) -> None:
-        """Join the group shared with rollout engines; rank 0 of the training group joins as its rank 0, others do nothing."""
-        from miles.backends.megatron.weight_group import join_group
-
+        """Join the group shared with rollout engines as its rank 0; ranks other than the training group's first
+        return.
+        """
         self._require_actor("join_weight_group")
         if self.parallel.rank != 0:
             return
         assert rank == 0, "the training group's rank 0 is the source"
-        self._weight_group = join_group(
-            backend=self.device.distributed_backend,
-            init_method=init_method,
-            world_size=world_size,
-            rank=rank,
-            group_name=group_name,
+        self._weight_group = join_weight_group(
+            init_method, world_size, rank, group_name, backend=self.device.distributed_backend
         )
 
-    def iter_hf_weights_metadata(self) -> list[list[tuple[str, str, list[int]]]]:
-        """Per bucket, (name, dtype, shape) of each Hugging Face tensor in the order `broadcast_bucket` sends it."""
-        return [
-            [(name, str(dtype).removeprefix("torch."), list(shape)) for name, dtype, shape in bucket.metadata()]
-            for bucket in self._buckets
-        ]
+    def weight_buckets(self) -> list[WeightBucket]:
+        """What `broadcast_bucket` sends: per bucket the names, dtypes and shapes of its Hugging Face tensors, in
+        order.
+        """
+        buckets = []
+        for bucket in self._buckets:
+            names, dtypes, shapes = zip(*bucket.metadata(), strict=True)
+            nbytes = sum(torch.Size(shape).numel() for shape in shapes) * bucket.dtype.itemsize
+            buckets.append(WeightBucket(names, tuple(map(dtype_name, dtypes)), tuple(map(tuple, shapes)), nbytes))
+        return buckets
 
     def broadcast_bucket(self, index: int) -> None:
         """Gather bucket `index` on rank 0 and broadcast it over the weight group; all training ranks call it."""
         self._require_actor("broadcast_bucket")
-        for _, tensor in self._gather(self._buckets[index]):
+        tensors = [tensor for _, tensor in self._gather(self._buckets[index])]
+        if self.parallel.rank == 0:
             assert self._weight_group is not None, "join_weight_group comes first"
-            dist.broadcast(tensor.contiguous(), src=0, group=self._weight_group)
+            broadcast_bucket(self._weight_group, tensors)
+
+    def engine_checksums(self, *, tp_rank: int, tp_size: int) -> dict[str, str] | None:
+        """On rank 0 the checksums that an engine's rank must report if it holds this actor's weights; None
+        elsewhere.
+        """
+        self._require_actor("engine_checksums")
+        named = [pair for bucket in self._buckets for pair in self._gather(bucket)]
+        if self.parallel.rank != 0:
+            return None
+        return engine_checksums(
+            named,
+            device=self.device.kind,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            tied=self.architecture.tied_embeddings,
+        )
 
     def weights_checksums(self) -> dict[str, str] | None:
         """{Hugging Face name: SHA-256 of the tensor's bytes in the model's dtype} on rank 0, None elsewhere."""
@@ -392,7 +421,7 @@ class MegatronWorker:
     def close(self) -> None:
         """Leave all groups; the worker is of no use afterwards."""
         if self._weight_group is not None:
-            dist.destroy_process_group(self._weight_group)
+            leave_weight_group(self._weight_group)
             self._weight_group = None
         destroy_parallel()
 
@@ -434,37 +463,4 @@ def _per_token(sums: Metrics) -> Metrics:
     return {
         names.get(name, name): value if name in keep or name.startswith("_ev_") else value / tokens
         for name, value in sums.items()
-    }
-
-
-def value_statistics(shard: Shard, values: dict[int, np.ndarray]) -> dict[str, dict[str, float]]:
-    """Token- and trajectory-weighted sufficient statistics of a shard, in float64; see `evaluate_value`."""
-    token_returns, token_values, row_returns, row_values = [], [], [], []
-    for row, index in enumerate(shard["sample_indices"]):
-        active = np.asarray(shard["loss_masks"][row], dtype=bool)
-        returns = np.asarray(shard["returns"][row], dtype=np.float64)[active]
-        predicted = values[int(index)].astype(np.float64)[active]
-        if len(np.unique(returns)) != 1:
-            raise ValueError(
-                f"sample {index}: its active returns must all be one number to weigh it as one trajectory"
-            )
-        token_returns.append(returns)
-        token_values.append(predicted)
-        row_returns.append(returns[:1])
-        row_values.append(predicted.mean(keepdims=True))
-
-    def sums(returns: list[np.ndarray], predicted: list[np.ndarray]) -> dict[str, float]:
-        target = np.concatenate(returns)
-        residual = target - np.concatenate(predicted)
-        return {
-            "n": len(target),
-            "returns_sum": float(target.sum()),
-            "returns_sq_sum": float(np.square(target).sum()),
-            "residual_sum": float(residual.sum()),
-            "residual_sq_sum": float(np.square(residual).sum()),
-        }
-
-    return {
-        "token_weighted": sums(token_returns, token_values),
-        "trajectory_weighted": sums(row_returns, row_values),
     }
