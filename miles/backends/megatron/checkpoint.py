@@ -221,10 +221,14 @@ def _load_tensors(wanted: dict[str, Any], folder: Path) -> tuple[dict[str, Any],
     """Read what `wanted` names; returns it and the model tensors of the checkpoint that nobody asked for."""
     result = dist_checkpointing.load(wanted, str(folder), strict="return_all")
     assert isinstance(result, tuple)
-    loaded, missing, unexpected = cast(tuple[dict[str, Any], set[str], set[str]], result)
-    if missing:
-        raise ValueError(f"{folder}: tensor {min(missing)} is missing from the checkpoint ({len(missing)} in all)")
-    return loaded, {name for name in unexpected if not name.startswith(("optimizer.", "rng_state"))}
+    # Megatron calls "missing" what lies in the checkpoint and nobody asked for, and "unexpected" what this rank asked
+    # for in vain.
+    loaded, left_over, absent = cast(tuple[dict[str, Any], set[str], set[str]], result)
+    absent_anywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(absent_anywhere, absent)
+    if absent := set().union(*absent_anywhere):
+        raise ValueError(f"{folder}: tensor {min(absent)} is missing from the checkpoint ({len(absent)} in all)")
+    return loaded, {name for name in left_over if not name.startswith(("optimizer.", "rng_state"))}
 
 
 def load_backbone(state: TrainState, folder: Path) -> None:

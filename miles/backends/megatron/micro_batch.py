@@ -107,7 +107,7 @@ def build_micro_batch(
     )
 
 
-def split_by_row(values_T: torch.Tensor, micro_batch: MicroBatch) -> dict[int, np.ndarray]:
-    """Per-token results as {sample index: float32 [response_length]}."""
-    pieces = values_T.detach().float().cpu().split(micro_batch.response_lengths)
+def split_by_row(numbers: torch.Tensor, micro_batch: MicroBatch) -> dict[int, np.ndarray]:
+    """Per-token results, [T] or [T, n], as {sample index: float32 [response_length] or [response_length, n]}."""
+    pieces = numbers.detach().float().cpu().split(micro_batch.response_lengths)
     return {index: piece.numpy().copy() for index, piece in zip(micro_batch.sample_indices, pieces, strict=True)}

@@ -20,7 +20,7 @@ from miles.algorithms.value_losses import (
 )
 from miles.backends.megatron.micro_batch import MicroBatch
 from miles.backends.megatron.parallel import ParallelState
-from miles.backends.megatron.vocab_parallel import token_log_probs
+from miles.backends.megatron.vocab_parallel import gather_columns, token_log_probs
 
 Result = tuple[torch.Tensor, dict[str, Any]]
 
@@ -120,6 +120,11 @@ class TokenReader:
     def read(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities [T]."""
         return self(outputs, micro_batch)[0]
+
+    def logits(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        """Logits [T, vocabulary] of all tensor-parallel ranks, without the vocabulary's padding."""
+        whole = gather_columns(outputs, group=self.tp_group)
+        return whole[:, : self.vocab_size]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Metrics = dict[str, Any]
 Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
 """(outputs [T, width] of the response tokens, micro-batch) -> (summed loss, summed metrics)."""
 Reader = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(outputs [T, width], micro-batch) -> one number per response token, [T]."""
+"""(outputs [T, width], micro-batch) -> numbers of each response token, [T] or [T, n]."""
 
 
 class Stepper:
@@ -131,11 +131,13 @@ class Stepper:
 
     @torch.no_grad()
     def read(self, shard: dict[str, Any], reader: Reader) -> dict[int, np.ndarray] | None:
-        """Forward only: {sample index: float32 [response_length]} on output ranks, None elsewhere."""
+        """Forward only: {sample index: float32 [response_length] or [response_length, n]} on output ranks, else
+        None.
+        """
 
         def on_output(micro_batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[int, np.ndarray]]:
-            values_T = reader(_response_outputs(output, micro_batch), micro_batch)
-            return output.new_zeros(()), split_by_row(values_T, micro_batch)
+            numbers = reader(_response_outputs(output, micro_batch), micro_batch)
+            return output.new_zeros(()), split_by_row(numbers, micro_batch)
 
         parts = self._run(shard, (), on_output, forward_only=True)
         if not self.parallel.is_output_rank:

@@ -90,3 +90,12 @@ def token_log_probs(
         logits_TV[:, :real].float(), targets_T, first_column, with_entropy, group
     )
     return log_prob_T, entropy_T
+
+
+def gather_columns(logits_TV: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The columns of all tensor-parallel ranks side by side, [T, padded vocabulary]; not differentiable."""
+    if group is None:
+        return logits_TV
+    parts = [torch.empty_like(logits_TV) for _ in range(group.size())]
+    dist.all_gather(parts, logits_TV.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

@@ -288,6 +288,11 @@ class MegatronWorker:
         self._require_actor("compute_log_probs")
         return self._reader.read(shard, self._token_reader(self._sampling_temperature()).read)
 
+    def compute_logits(self, shard: Shard) -> dict[int, np.ndarray] | None:
+        """{sample index: the logits that predict the response tokens, float32 [response_length, vocabulary]}."""
+        self._require_actor("compute_logits")
+        return self._reader.read(shard, self._token_reader(1.0).logits)
+
     def evaluate_value(self, shard: Shard) -> dict[str, Any] | None:
         """This data-parallel rank's sufficient statistics of returns and residuals (return - value), forward only.
 
