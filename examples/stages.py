@@ -22,11 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Stage:
-    """One program: its command, and the folders and files it makes, which are removed before it runs."""
+    """One program.
+
+    Attributes:
+        makes: the folders and files it makes, which are removed before it runs.
+        only_looks: changes nothing: runs at every start, and no later stage has to run again because of it.
+    """
 
     name: str
     command: list[str]
     makes: list[Path]
+    only_looks: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,12 @@ def run_stages(program: str, todo: Sequence[Stage], out: Path) -> Totals:
     for number, stage in enumerate(todo, start=1):
         digest = digest_of(stage, digest)
         title = f"[{number}/{len(todo)}] {stage.name}"
-        whole = bool(stage.makes) and all(path.exists() for path in stage.makes)
+        whole = not stage.only_looks and all(path.exists() for path in stage.makes)
         if not ran and whole and done.get(stage.name, {}).get("digest") == digest:
             print(f"{title}: done before, {done[stage.name]['seconds']:.0f} s", flush=True)
             continue
         print(title, flush=True)
-        if not ran:
+        if not ran and not stage.only_looks:
             # From here on nothing that an earlier start made counts any more.
             ran = True
             done = {earlier.name: done[earlier.name] for earlier in todo[: number - 1] if earlier.name in done}

@@ -81,7 +81,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
             "value evaluation", [python, str(ROOT / "train_value.py"), *evaluation], [report, out / "value_eval_run"]
         ),
         Stage("online RL", [python, str(ROOT / "train.py"), *online], [run]),
-        Stage("verification", [python, "-m", "miles.cli", "verify", str(run)], []),
+        Stage("verification", [python, "-m", "miles.cli", "verify", str(run)], [], only_looks=True),
     ]
 
 

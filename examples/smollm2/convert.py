@@ -103,7 +103,7 @@ def convert(path: Path, out: Path) -> None:
     for name in ("quantization_config", "_model_name_or_path"):
         settings.pop(name, None)
     settings |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).bfloat16()
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.generation_config = GenerationConfig(
         **{name: settings[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
