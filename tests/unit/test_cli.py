@@ -1,0 +1,47 @@
+"""`miles`: subcommands, exit statuses, one line for a mistake, and nothing heavy imported to answer."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from miles import cli
+
+
+def test_help_names_every_command_and_imports_none_of_them() -> None:
+    program = (
+        "import sys, miles.cli\n"
+        "try: miles.cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print(sorted(m for m in sys.modules if m.startswith('miles.') and m != 'miles.cli'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("argv", [[], ["repot"], ["verify"], ["report", "x", "--ou", "y"]])
+def test_usage_mistake_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_report_of_a_run_folder_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"step": 1, "stage": "train", "time": time.time(), "loss": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    assert "<html" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["report", "verify"])
+def test_missing_path_is_one_line_and_status_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "/no/such/run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"miles {command}: ")
+    assert "/no/such/run" in line
