@@ -51,9 +51,20 @@ def test_null_on_the_command_line_unsets_what_the_file_set(
     tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"save: {tmp_path}/elsewhere\n")
+    file.write_text("rollout_max_prompt_len: 7\n")
+    argv = ["--config", str(file), "--rollout-max-prompt-len", "null", *as_flags(online)]
+    assert parse_args(argv).rollout_max_prompt_len is None
+
+
+def test_unset_folders_of_an_online_run_lie_in_the_run_folder(
+    tmp_path: Path, online: dict[str, Any], as_flags: AsFlags
+) -> None:
     online.pop("save")
-    assert parse_args(["--config", str(file), "--save", "null", *as_flags(online)]).save is None
+    args = parse_args([*as_flags(online), "--run-dir", str(tmp_path / "run")]).replace(source="x", seed=1)
+    assert args.save == f"{tmp_path}/run/checkpoints/actor"
+    assert args.critic_save == f"{tmp_path}/run/checkpoints/critic"
+    online["critic_save"] = f"{tmp_path}/critic"
+    assert parse_args([*as_flags(online), "--run-dir", str(tmp_path / "run")]).critic_save == f"{tmp_path}/critic"
 
 
 def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_flags: AsFlags) -> None:
