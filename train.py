@@ -19,7 +19,7 @@ logger = logging.getLogger("train")
 
 
 def settle(args: Args) -> Args:
-    """Fill in where checkpoints go, and restore the value head that the critic's contract states.
+    """Restore the value head that the critic's contract states.
 
     Raises:
         ValueError: the contract does not match the run, naming the field.
@@ -28,9 +28,6 @@ def settle(args: Args) -> Args:
     assert args.run_dir is not None
     if args.canary_one_step:
         args = args.replace(source="canary", num_rollout=1)
-    if args.save is None:
-        folder = Path(args.run_dir) / "checkpoints"
-        args = args.replace(source="run_dir", save=str(folder / "actor"), critic_save=str(folder / "critic"))
     if args.critic_load is None:
         return args
     if args.critic_value_pretrain_contract_sha256 is None and not contract_path(args.critic_load).exists():
@@ -68,16 +65,24 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
     """All rollouts from `state` (None: from the start) to the last."""
     from miles.ray.online import OnlineTrainer, newest_checkpoints
     from miles.ray.placement_group import contracted_critic
-    from miles.ray.progress import progress_bar
 
     assert args.num_rollout is not None and args.run_dir is not None
     first = 0 if state is None else state["rollout_id"] + 1
     if first >= args.num_rollout:
         raise ValueError(f"--num-rollout {args.num_rollout}: the run folder already holds {first} rollouts")
-    tracker = init_tracking(args, resume_step=first)
-    trainer = OnlineTrainer(contracted_critic(args) if state is None else newest_checkpoints(args, state), tracker)
-    await trainer.start(state)
-    if args.eval_prompt_data is not None and state is None:
+    tracker = init_tracking(args, resume_step=first + 1)
+    settled = contracted_critic(args) if state is None else newest_checkpoints(args, state)
+    async with OnlineTrainer(settled, tracker, state) as trainer:
+        await run(args, trainer, first)
+    print(f"online RL: {args.num_rollout} rollouts, run folder {args.run_dir}")
+
+
+async def run(args: Args, trainer: Any, first: int) -> None:
+    """The rollouts from number `first` on, with evaluation and saves in between."""
+    from miles.ray.progress import progress_bar
+
+    assert args.num_rollout is not None
+    if args.eval_prompt_data is not None and first == 0:
         logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))["eval/accuracy"])
     with progress_bar("online RL", total=args.num_rollout, done=first) as advance:
         for rollout_id in range(first, args.num_rollout):
@@ -94,8 +99,6 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
             advance(", ".join(shown))
     if args.canary_one_step:
         await check_canary(args, trainer)
-    await trainer.stop()
-    print(f"online RL: {args.num_rollout} rollouts, run folder {args.run_dir}")
 
 
 async def check_canary(args: Args, trainer: Any) -> None:

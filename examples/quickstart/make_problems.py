@@ -14,14 +14,13 @@ import reasoning_gym
 from miles.contracts.publish import publish_bytes
 
 
-def make_problems(*, dataset: str, config: dict[str, Any], seed: int, num_train: int, num_heldout: int) -> list[dict]:
-    """`num_train + num_heldout` problems with different questions, in an order that `seed` decides.
+def make_problems(*, dataset: str, config: dict[str, Any], seed: int, count: int) -> list[dict]:
+    """`count` problems of one kind with different questions, in an order that `seed` decides.
 
     Raises:
         ValueError: the generator does not have that many different problems.
     """
-    wanted = num_train + num_heldout
-    generator = reasoning_gym.create_dataset(dataset, size=8 * wanted, seed=seed, **config)
+    generator = reasoning_gym.create_dataset(dataset, size=8 * count, seed=seed, **config)
     rows: dict[str, dict] = {}
     for entry in generator:
         rows.setdefault(
@@ -32,29 +31,37 @@ def make_problems(*, dataset: str, config: dict[str, Any], seed: int, num_train:
                 "metadata": {"dataset": dataset, "entry": entry},
             },
         )
-    if len(rows) < wanted:
-        raise ValueError(f"{dataset} gave {len(rows)} different problems, {wanted} are wanted")
+    if len(rows) < count:
+        raise ValueError(f"{dataset} gave {len(rows)} different problems, {count} are wanted")
     problems = list(rows.values())
     random.Random(seed).shuffle(problems)
-    return problems[:wanted]
+    return problems[:count]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--dataset", default="chain_sum", help="reasoning-gym data set")
-    parser.add_argument("--dataset-config", type=json.loads, default={}, help="its settings, a JSON object")
+    parser.add_argument(
+        "--kinds",
+        type=json.loads,
+        required=True,
+        help='JSON list of {"dataset", "config", "share"}; shares add up to 1',
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--num-train", type=int, required=True)
     parser.add_argument("--num-heldout", type=int, required=True)
     options = parser.parse_args()
-    problems = make_problems(
-        dataset=options.dataset,
-        config=options.dataset_config,
-        seed=options.seed,
-        num_train=options.num_train,
-        num_heldout=options.num_heldout,
-    )
+    total = options.num_train + options.num_heldout
+    problems = [
+        problem
+        for kind in options.kinds
+        for problem in make_problems(
+            dataset=kind["dataset"], config=kind["config"], seed=options.seed, count=round(total * kind["share"])
+        )
+    ]
+    if len(problems) != total or len({problem["prompt"] for problem in problems}) != total:
+        raise SystemExit(f"make_problems.py: --kinds gave {len(problems)} problems (some twice?), {total} are wanted")
+    random.Random(options.seed).shuffle(problems)
     options.out.mkdir(parents=True, exist_ok=True)
     splits = {"train": problems[: options.num_train], "heldout": problems[options.num_train :]}
     for name, rows in splits.items():

@@ -41,8 +41,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
         **manifest,
     )
     online = settings("online_rl", critic_load=str(critic), critic_value_eval_report=str(report), run_dir=str(run))
-    splits = {"num_train": problems["num_train"], "num_heldout": problems["num_heldout"], "seed": problems["seed"]}
-    data = {"dataset": problems["dataset"], "dataset_config": json.dumps(problems["config"]), **splits}
+    data = {**problems, "kinds": json.dumps(problems["kinds"])}
     texts = [str(out / "problems" / f"{split}.jsonl") for split in ("train", "heldout")]
     collected = settings("rollouts", run_dir=str(out / "collected"))
     return [

@@ -62,7 +62,9 @@ class ModelGroup(Group):
     load: Text | None = Field(
         None, description="Folder of actor checkpoints to resume from; a fresh critic takes its backbone from it too."
     )
-    save: Text | None = Field(None, description="Folder to write actor checkpoints to (iter_NNNNNNN/ inside).")
+    save: Text | None = Field(
+        None, description="Folder to write actor checkpoints to (unset: RUN_DIR/checkpoints/actor)."
+    )
     save_interval: Positive | None = Field(
         None, description="Save every this many steps; unset saves once, at the end."
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -91,14 +91,15 @@ class OnlineTrainer:
     (settings, checkpoints, prompt source state, i).
     """
 
-    def __init__(self, args: Args, tracker: Tracker) -> None:
-        self._args, self._tracker = args, tracker
+    def __init__(self, args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
+        """`state`: the save to continue from, which `args` load too (`newest_checkpoints`); None for a fresh run."""
+        self._args, self._tracker, self._state = args, tracker, state
         self._critic_args = args.for_role("critic")
         self._prompt_state: dict[str, Any] = {}
 
-    async def start(self, state: dict[str, Any] | None) -> None:
+    async def __aenter__(self) -> Self:
         """Reserve devices, start engines and groups side by side, publish the first weights."""
-        args = self._args
+        args, state = self._args, self._state
         self._placement: Placement = create_placement(
             args,
             {
@@ -119,9 +120,10 @@ class OnlineTrainer:
         await self._sync.connect()
         version = 1 if state is None else state["weight_version"]
         await self._sync.publish(version, check=args.check_weight_sync != "never")
+        return self
 
     async def step(self, rollout_id: int) -> dict[str, float]:
-        """Rollout `rollout_id` and all updates it brings; its figures."""
+        """Rollout `rollout_id` (from 0) and all updates it brings; its figures, logged as step rollout_id + 1."""
         args = self._args
         seconds: dict[str, float] = {}
         started = time.monotonic()
@@ -158,7 +160,7 @@ class OnlineTrainer:
         seconds["step_s"] = time.monotonic() - started
         tokens = sum(len(row) for row in batch["tokens"])
         figures["perf/tokens_per_s"] = tokens / seconds["step_s"]
-        self._log(rollout_id, figures, seconds)
+        self._log(rollout_id + 1, figures, seconds)
         return figures
 
     async def evaluate(self, step: int) -> dict[str, float]:
@@ -192,7 +194,7 @@ class OnlineTrainer:
                 "critic_checkpoint": new[1],
             },
         )
-        self._tracker.log(rollout_id, "time", {"time/save_s": time.monotonic() - started})
+        self._tracker.log(iteration, "time", {"time/save_s": time.monotonic() - started})
 
     async def export_hf(self, path: str) -> None:
         """Write the actor as a Hugging Face folder."""
@@ -233,12 +235,11 @@ class OnlineTrainer:
         )
         return log_probs, values
 
-    async def stop(self) -> None:
-        """End engines and groups."""
+    async def __aexit__(self, *error: object) -> None:
+        """End engines; training ranks end with the cluster's job."""
         await self._sync.close()
-        await self._manager.stop.remote()
-        self._actor.shutdown()
-        self._critic.shutdown()
+        if error[0] is None:
+            await self._manager.stop.remote()
 
     # ---------------------------------------------------------------- updates
 

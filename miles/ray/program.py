@@ -50,10 +50,13 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         reason = " ".join(str(error).split())
         return f"a training rank or the rollout side died: {reason[:400]}"
-    text = str(error).strip() or type(error).__name__
-    # Mistakes of the user speak for themselves; of other errors the kind is part of what they say.
-    known = isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError)
-    return text if known else f"{type(error).__name__}: {text}"
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError) and text:
+        return text
+    # No mistake of the user: say where it happened, for the report of a bug.
+    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = "" if frame is None else f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return f"{type(error).__name__}{': ' * bool(text)}{text}{where}; --log-level DEBUG shows the whole trace"
 
 
 def _terminate(signum: int, frame: object) -> None:

@@ -132,6 +132,11 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = entry or _entry_of(args)
         args = args.replace(source="generated", run_dir=f"runs/{name}-{stamp}")
+    if args.save is None and (entry or _entry_of(args)) == "train":
+        assert args.run_dir is not None
+        folder = Path(args.run_dir) / "checkpoints"
+        critic = {} if args.critic_save is not None else {"critic_save": str(folder / "critic")}
+        args = args.replace(source="generated", save=str(folder / "actor"), **critic)
     return args, args.print_config
 
 
