@@ -51,6 +51,7 @@ def cpu_environment(tp_size: int, inherited: Mapping[str, str]) -> dict[str, str
     environment = {
         "PYTHONPATH": os.pathsep.join(path),
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "served_models",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": inherited.get("MILES_SGLANG_OMP_NUM_THREADS", "1"),
         "OMP_WAIT_POLICY": "PASSIVE",
