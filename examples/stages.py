@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,9 @@ def run_stages(program: str, todo: Sequence[Stage], out: Path) -> Totals:
     memory.start()
     done = read_journal(out)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if not sys.stderr.isatty():
+        # A bar is for eyes: in a file it becomes a line of a thousand columns.
+        environment["TQDM_DISABLE"] = "1"
     started, digest, ran = time.monotonic(), "", False
     for number, stage in enumerate(todo, start=1):
         digest = digest_of(stage, digest)

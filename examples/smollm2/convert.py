@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from miles.contracts.publish import publish_folder
 
@@ -146,8 +144,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     options = parser.parse_args()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     try:
         convert(find_gguf(), options.out)
         check(options.out)

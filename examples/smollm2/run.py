@@ -31,8 +31,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
         return [sys.executable, str(path), *words]
 
     model, value_data, critic, run = out / "model", out / "value_data", out / "critic", out / "run"
-    problems = {**plan["problems"], "dataset_config": json.dumps(plan["problems"]["config"])}
-    del problems["config"]
+    problems = {**plan["problems"], "kinds": json.dumps(plan["problems"]["kinds"])}
     # The critic never sees these; the online canary's prompts are the file's.
     offline = {"value_pretrain_manifest": str(value_data / "manifest.json"), "prompt_data": None}
     canary = {"critic_save": str(out / "canary_critic"), "run_dir": str(out / "value_canary_run"), **offline}
