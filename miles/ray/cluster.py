@@ -60,7 +60,7 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     address = os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             local: dict[str, object] = {}
             if args.device != "cuda":
@@ -71,7 +71,7 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
                 **local,  # pyright: ignore[reportArgumentType]
             )
     resources = ray.cluster_resources()

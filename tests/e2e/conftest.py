@@ -1,0 +1,222 @@
+"""Whole programs as a user starts them; every process they leave behind is found by a mark in its environment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MILES_TEST_MARK"
+
+
+@dataclass
+class Program:
+    """A started program: `communicate` to wait for it, `kill` to end it without a word."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    outcome: tuple[str, str] | None = field(default=None)
+
+    def finish(self, timeout_s: float) -> "Finished":
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Finished(self.process.returncode, out, err, self.mark)
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, how)
+
+
+@dataclass
+class Finished:
+    code: int
+    out: str
+    err: str
+    mark: str
+
+    @property
+    def last_line(self) -> str:
+        """Last line of what the user reads: errors where there are some, else the output."""
+        lines = (self.err if self.code else self.out).strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of the living processes that were started with this mark, zombies left out."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """A function that starts a program of the repository with flags; all are killed at the end of the test."""
+    programs: list[Program] = []
+
+    def begin(program: str, *words: Any) -> Program:
+        mark = uuid.uuid4().hex
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / program), *map(str, words)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        programs.append(Program(process, mark))
+        return programs[-1]
+
+    yield begin
+    for program in programs:
+        if program.process.poll() is None:
+            program.process.kill()
+            program.process.wait()
+
+
+@pytest.fixture
+def run(start: Callable[..., Program]) -> Callable[..., Finished]:
+    """A function that runs a program of the repository to its end."""
+
+    def whole(program: str, *words: Any, timeout_s: float = 280.0) -> Finished:
+        return start(program, *words).finish(timeout_s)
+
+    return whole
+
+
+@pytest.fixture
+def assert_no_process_left() -> Callable[..., None]:
+    """A function that waits until nothing of a started program is alive."""
+
+    def check(mark: str, *, within_s: float = 30.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := processes_with(mark)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not left, f"{len(left)} processes left: {left}"
+
+    return check
+
+
+@pytest.fixture
+def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
+    def read(run_dir: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    return read
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., None]:
+    """A function that waits until a condition holds, while a program runs."""
+
+    def wait(condition: Callable[[], bool], program: Program, *, within_s: float = 200.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert program.process.poll() is None, program.process.communicate()[1][-2000:]
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.05)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def rl_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prompts for training and evaluation, and a reward file: 1 where a response begins with a digit."""
+    folder = tmp_path_factory.mktemp("rl")
+    for name, count in (("train", 24), ("heldout", 8)):
+        rows = [{"prompt": f"{i} + {i + 1} =", "label": str(2 * i + 1)} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text("def score(sample):\n    return float(sample.response[:1].isdigit())\n")
+    return {"train": folder / "train.jsonl", "heldout": folder / "heldout.jsonl", "reward": folder / "reward.py"}
+
+
+@pytest.fixture(scope="session")
+def online_flags(tiny_hf_model: Path, rl_files: dict[str, Path]) -> list[str]:
+    """Flags of a small online run, without --run-dir."""
+    flags = {
+        "hf-checkpoint": tiny_hf_model,
+        "prompt-data": rl_files["train"],
+        "eval-prompt-data": rl_files["heldout"],
+        "eval-interval": 2,
+        "custom-rm-path": f"{rl_files['reward']}:score",
+        "num-rollout": 4,
+        "rollout-batch-size": 8,
+        "n-samples-per-prompt": 2,
+        "rollout-max-response-len": 4,
+        "micro-batch-size": 4,
+        "save-interval": 2,
+        "lr": 1e-3,
+        "critic-lr": 1e-3,
+        "device": "cpu",
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def write_value_rows(path: Path, *, count: int, offset: int) -> dict[str, Any]:
+    """Rows whose return follows from their first token, so that a critic can learn them; the spec of the file."""
+    import hashlib
+
+    lines = []
+    for number in range(offset, offset + count):
+        label = number % 2
+        prompt = [3 + label, 5 + number % 7, 3 + number % 10, 15]
+        response = [4 + number % 9] * (1 + number % 3)
+        row = {
+            "sample_id": f"row-{number}",
+            "tokens": prompt + response,
+            "response_length": len(response),
+            "returns": [float(label)] * len(response),
+            "loss_mask": [1] * len(response),
+        }
+        lines.append(json.dumps(row) + "\n")
+    data = "".join(lines).encode()
+    path.write_bytes(data)
+    return {"path": path.name, "sha256": hashlib.sha256(data).hexdigest(), "num_samples": count}
+
+
+@pytest.fixture(scope="session")
+def value_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest of 64 training and 32 held-out rows, written without the code under test."""
+    folder = tmp_path_factory.mktemp("value_data")
+    manifest = {
+        "schema": "miles.value-pretrain.v1",
+        "train": write_value_rows(folder / "train.jsonl", count=64, offset=0),
+        "heldout": write_value_rows(folder / "heldout.jsonl", count=32, offset=1000),
+        "objective": {"loss_type": "classification", "num_bins": 11},
+    }
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture(scope="session")
+def value_flags(tiny_hf_model: Path, value_manifest: Path) -> list[str]:
+    """Flags of a small value pretraining on two tensor-parallel ranks, without --critic-save."""
+    flags = {
+        "hf-checkpoint": tiny_hf_model,
+        "value-pretrain-manifest": value_manifest,
+        "value-pretrain-epochs": 5,
+        "global-batch-size": 16,
+        "micro-batch-size": 8,
+        "critic-num-gpus-per-node": 2,
+        "tensor-model-parallel-size": 2,
+        "lr": 3e-3,
+        "save-interval": 5,
+        "device": "cpu",
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
