@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import socket
 import traceback

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.device import Device
-from miles.backends.megatron.layer_spec import decoder_spec, transformer_engine_in_use
+from miles.backends.megatron.layer_spec import decoder_spec
 from miles.backends.megatron.parallel import ParallelState
 from miles.backends.megatron.value_head import ValueHead
 
@@ -28,7 +28,6 @@ def transformer_config(
     sequence_parallel: bool = False,
 ) -> TransformerConfig:
     """Megatron's configuration for `architecture` on this layout."""
-    fused = transformer_engine_in_use(device)
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -60,7 +59,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
-        bias_dropout_fusion=fused,
+        bias_dropout_fusion=False,
         apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
@@ -51,8 +57,12 @@ def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[Megatron
     schedule(n): lr * n / warm-up steps during the warm-up, then the decay, which reaches `min_lr` at the last step.
 
     Raises:
-        ValueError: The learning-rate settings contradict each other.
+        ValueError: The learning-rate settings contradict each other, or a distributed optimizer is asked for on a GPU
+            without a fused Adam.
     """
+    if args.use_distributed_optimizer and torch.cuda.is_available() and USING_PYTORCH_OPTIMIZER:
+        # Over torch's AdamW it resumes wrongly (see cpu_compat), and nothing of Megatron is patched on a GPU.
+        raise ValueError("--use-distributed-optimizer on a GPU needs Transformer Engine or apex installed")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above the peak learning rate {args.lr}")
     steps = schedule_length(args)
@@ -64,7 +74,8 @@ def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[Megatron
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
+        # With 0 Megatron would not even measure the norm.
+        clip_grad=args.clip_grad or math.inf,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         use_distributed_optimizer=args.use_distributed_optimizer,
@@ -87,8 +98,3 @@ def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[Megatron
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
-
-
-def current_lr(optimizer: MegatronOptimizer) -> float:
-    """Learning rate of the first parameter group that is scheduled."""
-    return float(optimizer.param_groups[0]["lr"])

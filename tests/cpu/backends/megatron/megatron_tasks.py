@@ -1,0 +1,209 @@
+"""What the ranks of the tests do; every function is a LocalGroup task."""
+
+from typing import Any
+
+import numpy as np
+
+from miles.backends.megatron.worker import MegatronWorker
+from miles.config import Args
+
+
+class Killed(BaseException):
+    """Takes the place of a SIGKILL: no handler of the code under test may catch it."""
+
+
+def make_shard(
+    batch: dict[str, Any], *, dp_rank: int, dp_size: int, micro_batch_size: int, drop: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Contiguous rows of this data-parallel rank, cut into micro-batches, with the counts of the whole batch."""
+    count = len(batch["tokens"]) // dp_size
+    rows = range(dp_rank * count, (dp_rank + 1) * count)
+    shard: dict[str, Any] = {name: [column[i] for i in rows] for name, column in batch.items() if name not in drop}
+    shard["micro_batches"] = [
+        list(range(start, min(start + micro_batch_size, count))) for start in range(0, count, micro_batch_size)
+    ]
+    shard["global_counts"] = {"samples": len(batch["tokens"]), "tokens": int(sum(map(sum, batch["loss_masks"])))}
+    return shard
+
+
+def make_worker(rank: int, world_size: int, port: int, *, role: str, **settings: Any) -> MegatronWorker:
+    if role == "critic":
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            settings.setdefault(f"critic_{name}", settings.get(name, 1))
+    settings.setdefault("device", "cpu")
+    return MegatronWorker(Args.build(**settings), role, rank, world_size, "127.0.0.1", port)  # type: ignore[arg-type]
+
+
+def weights(worker: MegatronWorker) -> dict[str, np.ndarray]:
+    """All weights in Hugging Face names on rank 0, and the value head on the last stage's first rank."""
+    named = {
+        name: tensor.float().cpu().numpy().copy()
+        for bucket in worker._buckets
+        for name, tensor in worker._gather(bucket)
+    }
+    head = getattr(worker.model, "output_layer", None)
+    if worker.role == "critic" and head is not None and worker.parallel.tp_rank == 0:
+        named["head.weight"] = head.weight.detach().cpu().numpy().copy()
+        named["head.bias"] = head.bias.detach().cpu().numpy().copy()
+    return named
+
+
+def logits(
+    rank: int, world_size: int, port: int, *, rows: list[list[int]], packed: bool, settings: dict[str, Any]
+) -> Any:
+    worker = make_worker(
+        rank, world_size, port, role="actor", use_dynamic_batch_size=packed, max_tokens_per_gpu=1000, **settings
+    )
+    worker.init(forward_only=True)
+    shard = {
+        "tokens": rows,
+        "response_lengths": [len(row) - 1 for row in rows],
+        "loss_masks": [[1] * (len(row) - 1) for row in rows],
+        "sample_indices": list(range(len(rows))),
+        "micro_batches": [list(range(0, len(rows), 2)), list(range(1, len(rows), 2)), []],
+    }
+    result = worker.compute_logits(shard)
+    worker.close()
+    return result
+
+
+def export(rank: int, world_size: int, port: int, *, target: str, settings: dict[str, Any]) -> Any:
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
+    worker.init(forward_only=True)
+    result = worker.export_hf(target)
+    worker.close()
+    return result
+
+
+def train(
+    rank: int,
+    world_size: int,
+    port: int,
+    *,
+    role: str,
+    objective: str,
+    batch: dict[str, Any],
+    settings: dict[str, Any],
+    steps: int = 1,
+    micro_batch_size: int = 2,
+    micro_batches: list[list[int]] | None = None,
+    drop: tuple[str, ...] = (),
+    save_at: tuple[int, ...] = (),
+    weights_only: bool = False,
+) -> dict[str, Any]:
+    """Train, and report everything that can be compared: metrics per step, weights, and what the model reads then."""
+    worker = make_worker(rank, world_size, port, role=role, **settings)
+    start = worker.init(load_weights_only=weights_only)
+    info = worker.parallel_info()
+    shard = make_shard(
+        batch, dp_rank=info["dp_rank"], dp_size=info["dp_size"], micro_batch_size=micro_batch_size, drop=drop
+    )
+    if micro_batches is not None:
+        shard["micro_batches"] = micro_batches
+    metrics = []
+    for iteration in range(start + 1, start + 1 + steps):
+        metrics.append(getattr(worker, f"train_{objective}")(iteration, shard))
+        if iteration in save_at:
+            worker.save_model(iteration)
+    read = worker.compute_values(shard) if role == "critic" else worker.compute_log_probs(shard)
+    result = {"start": start, "metrics": metrics, "weights": weights(worker), "read": read}
+    worker.close()
+    return result
+
+
+def load(rank: int, world_size: int, port: int, *, role: str, settings: dict[str, Any], forward_only: bool) -> Any:
+    """Loaded iteration and weights, or the message of the ValueError that refused."""
+    worker = make_worker(rank, world_size, port, role=role, **settings)
+    try:
+        iteration = worker.init(forward_only=forward_only)
+        return {"iteration": iteration, "weights": weights(worker), "error": None}
+    except ValueError as error:
+        return {"iteration": None, "weights": None, "error": str(error)}
+    finally:
+        worker.close()
+
+
+def killed_save(
+    rank: int, world_size: int, port: int, *, at: str, batch: dict[str, Any], settings: dict[str, Any]
+) -> list[str]:
+    """Save iteration 1, train on, and die at `at` while iteration 2 is being saved."""
+    from pathlib import Path
+
+    from miles.backends.megatron import checkpoint
+
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
+    worker.init()
+    shard = make_shard(batch, dp_rank=0, dp_size=1, micro_batch_size=4)
+    worker.train_sft(1, shard)
+    worker.save_model(1)
+    worker.train_sft(2, shard)
+    original = getattr(checkpoint, at)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Killed(at)
+
+    setattr(checkpoint, at, die)
+    try:
+        worker.save_model(2)
+    except Killed:
+        pass
+    else:
+        raise AssertionError(f"{at} was not reached")
+    finally:
+        setattr(checkpoint, at, original)
+        worker.close()
+    return sorted(path.name for path in Path(settings["save"]).iterdir())
+
+
+def refused_construction(rank: int, world_size: int, port: int, *, role: str, settings: dict[str, Any]) -> str:
+    try:
+        worker = make_worker(rank, world_size, port, role=role, **settings)
+    except ValueError as error:
+        return str(error)
+    worker.close()
+    return ""
+
+
+def train_to_host(rank: int, world_size: int, port: int, **arguments: Any) -> dict[str, Any]:
+    """`train` with exact fp32 products; weights come back as NumPy arrays wherever they were computed."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+    return train(rank, world_size, port, **arguments)
+
+
+def speed(
+    rank: int,
+    world_size: int,
+    port: int,
+    *,
+    settings: dict[str, Any],
+    rows: int,
+    length: int,
+    micro_batch_size: int,
+    vocab_size: int,
+    steps: int = 3,
+) -> dict[str, float]:
+    """Tokens per second of full training steps on random rows, after one step to warm up."""
+    import time
+
+    draw = np.random.default_rng(0)
+    batch = {
+        "tokens": draw.integers(0, vocab_size, (rows, length)).tolist(),
+        "response_lengths": [length - 1] * rows,
+        "loss_masks": [[1] * (length - 1)] * rows,
+        "sample_indices": list(range(rows)),
+    }
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
+    worker.init()
+    shard = make_shard(batch, dp_rank=0, dp_size=1, micro_batch_size=micro_batch_size)
+    worker.train_sft(1, shard)
+    worker.device.synchronize()
+    started = time.monotonic()
+    for step in range(steps):
+        worker.train_sft(2 + step, shard)
+    worker.device.synchronize()
+    seconds = (time.monotonic() - started) / steps
+    parameters = sum(param.numel() for param in worker.model.parameters())
+    worker.close()
+    return {"parameters": parameters, "seconds_per_step": seconds, "tokens_per_s": rows * length / seconds}

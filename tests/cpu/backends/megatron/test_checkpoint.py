@@ -1,0 +1,251 @@
+"""Checkpoints resume to the same bits, reshard, survive kills, and refuse what is damaged or belongs to another
+model.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ACTOR = {"lr": 1e-2, "lr_decay_style": "linear", "lr_decay_iters": 10}
+
+
+def sft(ranks: Any, batch: dict[str, Any], settings: dict[str, Any], *, world_size: int = 1, **more: Any) -> list[Any]:
+    return ranks("train", world_size=world_size, role="actor", objective="sft", batch=batch, settings=settings, **more)
+
+
+def all_weights(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {name: array for result in results for name, array in result["weights"].items()}
+
+
+def assert_equal_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        pytest.param({}, 1, id="tp1"),
+        pytest.param({"tensor_model_parallel_size": 2}, 2, id="tp2"),
+        pytest.param({"pipeline_model_parallel_size": 2}, 2, id="pp2_tied"),
+        pytest.param({"use_distributed_optimizer": True}, 2, id="dp2_distributed_optimizer"),
+    ],
+)
+def test_resume_same_layout_equals_uninterrupted_run_bit_by_bit(
+    layout: dict[str, Any],
+    world_size: int,
+    ranks: Any,
+    model_folder: Callable[..., str],
+    batch: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), **ACTOR, **layout, "save": str(tmp_path / "ckpt")}
+    whole = sft(ranks, batch, settings, world_size=world_size, steps=4, save_at=(2,))
+    assert (tmp_path / "ckpt" / "latest").read_text() == "iter_0000002\n"
+    resumed = sft(ranks, batch, settings | {"load": str(tmp_path / "ckpt")}, world_size=world_size, steps=2)
+    assert [r["start"] for r in resumed] == [2] * world_size
+    assert_equal_bits(all_weights(resumed), all_weights(whole))
+    for after, before in zip(resumed, whole, strict=True):
+        assert after["metrics"] == before["metrics"][2:]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        pytest.param({}, {"tensor_model_parallel_size": 2}, id="tp1_to_tp2"),
+        pytest.param({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, id="tp2_to_pp2"),
+        pytest.param(
+            {"use_distributed_optimizer": True},
+            {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2},
+            id="dp2_to_tp2_distributed_optimizer",
+        ),
+    ],
+)
+def test_resume_other_layout_continues_the_same_run(
+    written: dict[str, Any],
+    read: dict[str, Any],
+    ranks: Any,
+    model_folder: Callable[..., str],
+    batch: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    base = {"hf_checkpoint": model_folder("qwen2", tied=True), **ACTOR, "save": str(tmp_path), "adam_eps": 1e-3}
+    whole = sft(ranks, batch, base | written, world_size=2 if written else 1, steps=3, save_at=(2,))
+    resumed = sft(ranks, batch, base | read | {"load": str(tmp_path)}, world_size=2, steps=1)
+    found, expected = all_weights(resumed), all_weights(whole)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=2e-6, err_msg=name)
+    losses = [next(m for r in runs for m in r["metrics"][-1:] if m)["loss"] for runs in (resumed, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_resume_with_another_learning_rate_runs_at_the_new_one(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
+) -> None:
+    base = {"hf_checkpoint": model_folder("llama", tied=True), "save": str(tmp_path)}
+    sft(ranks, batch, base | {"lr": 1e-2}, steps=1, save_at=(1,))
+    (resumed,) = sft(ranks, batch, base | {"lr": 3e-3, "load": str(tmp_path)}, steps=1)
+    assert resumed["metrics"][0]["lr"] == 3e-3
+
+
+@pytest.fixture(scope="module")
+def saved_actor(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, np.ndarray]]:
+    """A trained actor's checkpoint folder and its weights."""
+    root = tmp_path_factory.mktemp("actor")
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), **ACTOR, "save": str(root)}
+    (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
+    return str(root), result["weights"]
+
+
+@pytest.mark.parametrize("at", ["publish_json", "write_checkpoint_manifest", "publish_folder", "publish_bytes"])
+def test_save_killed_between_files_leaves_previous_checkpoint(
+    at: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), **ACTOR, "save": str(tmp_path / "ckpt")}
+    (names,) = ranks("killed_save", world_size=1, at=at, batch=batch, settings=settings)
+    assert "iter_0000001" in names
+    assert ("iter_0000002" in names) == (at == "publish_bytes")
+    (found,) = ranks(
+        "load",
+        world_size=1,
+        role="actor",
+        settings=settings | {"load": settings["save"]},
+        forward_only=True,
+    )
+    assert (found["error"], found["iteration"]) == (None, 1)
+    # The run that comes after saves the same iteration again, over whatever the killed one left.
+    (again,) = sft(ranks, batch, settings | {"load": settings["save"]}, steps=1, save_at=(2,))
+    assert again["start"] == 1
+    assert (tmp_path / "ckpt" / "latest").read_text() == "iter_0000002\n"
+
+
+def copy_of(root: str, target: Path) -> Path:
+    import shutil
+
+    shutil.copytree(root, target)
+    return target / "iter_0000001"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "no_manifest"])
+def test_load_damaged_checkpoint_is_refused_by_file(
+    damage: str, saved_actor: Any, ranks: Any, model_folder: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = copy_of(saved_actor[0], tmp_path / "copy")
+    victim = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = victim.read_bytes()
+    if damage == "truncate":
+        victim.write_bytes(data[:-1])
+    elif damage == "flip":
+        victim.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        victim = folder
+        (folder / "checkpoint_manifest.json").unlink()
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), "load": str(tmp_path / "copy")}
+    # Two data-parallel ranks: each checks half of the files, and both must refuse.
+    for found in ranks("load", world_size=2, role="actor", settings=settings, forward_only=True):
+        assert found["error"] is not None and str(victim) in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "field"),
+    [
+        pytest.param("actor", {"model": ("qwen2", True)}, "architecture.model_type", id="other_model"),
+        pytest.param("actor", {"model": ("llama", False)}, "architecture.tied_embeddings", id="untied"),
+        pytest.param("critic", {"model": ("qwen3", True)}, "architecture.model_type", id="bootstrap_other_model"),
+        pytest.param("actor", {"use_distributed_optimizer": True}, "--use-distributed-optimizer", id="optimizer"),
+    ],
+)
+def test_load_checkpoint_of_another_run_is_refused_by_field(
+    role: str, settings: dict[str, Any], field: str, saved_actor: Any, ranks: Any, model_folder: Callable[..., str]
+) -> None:
+    kind, tied = settings.pop("model", ("llama", True))
+    wanted = {"hf_checkpoint": model_folder(kind, tied=tied), "load": saved_actor[0], **settings}
+    (found,) = ranks("load", world_size=1, role=role, settings=wanted, forward_only=False)
+    assert found["error"] is not None and field in found["error"]
+
+
+def test_load_folder_without_checkpoint_is_refused(
+    ranks: Any, model_folder: Callable[..., str], tmp_path: Path
+) -> None:
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), "load": str(tmp_path)}
+    (found,) = ranks("load", world_size=1, role="actor", settings=settings, forward_only=True)
+    assert found["error"] is not None and str(tmp_path) in found["error"] and "latest" in found["error"]
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+def test_critic_from_actor_checkpoint_has_its_trunk_and_only_the_head_new(
+    layout: str, saved_actor: Any, ranks: Any, model_folder: Callable[..., str]
+) -> None:
+    sizes = {
+        "tp1": {},
+        "tp2": {"tensor_model_parallel_size": 2},
+        "pp2": {"pipeline_model_parallel_size": 2},
+    }[layout]
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), "load": saved_actor[0], **sizes}
+    results = ranks("load", world_size=2 if sizes else 1, role="critic", settings=settings, forward_only=False)
+    assert {r["iteration"] for r in results} == {0}
+    found = all_weights(results)
+    assert set(found) - set(saved_actor[1]) == {"head.weight", "head.bias"}
+    assert_equal_bits({name: found[name] for name in saved_actor[1]}, saved_actor[1])
+    assert found["head.weight"].shape == (1, 32) and not found["head.bias"].any()
+
+
+def test_critic_resumes_with_its_head_and_refuses_another_head(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
+) -> None:
+    # Tied model over two stages: the layout in which a tied critic would wait for ever (verl#6105).
+    base = {
+        "hf_checkpoint": model_folder("llama", tied=True),
+        "pipeline_model_parallel_size": 2,
+        "critic_lr": 1e-2,
+        "value_loss_type": "classification",
+        "value_num_bins": 11,
+        "critic_save": str(tmp_path),
+    }
+    trained = ranks("train", world_size=2, role="critic", objective="value", batch=batch, settings=base, save_at=(1,))
+    resume = base | {"critic_load": str(tmp_path)}
+    loaded = ranks("load", world_size=2, role="critic", settings=resume, forward_only=True)
+    assert {r["iteration"] for r in loaded} == {1}
+    assert_equal_bits(all_weights(loaded), all_weights(trained))
+    manifest = json.loads((tmp_path / "iter_0000001" / "checkpoint_manifest.json").read_text())
+    assert manifest["facts"]["role"] == "critic"
+    assert manifest["facts"]["head"] == {"width": 11, "loss_type": "classification", "reward_range": [0.0, 1.0]}
+
+    for changed, field in (
+        ({"value_num_bins": 51}, "value_head.width"),
+        ({"value_reward_range": (0.0, 2.0)}, "value_head.reward_range"),
+        ({"value_loss_type": "mse"}, "value_head.width"),
+    ):
+        for found in ranks("load", world_size=2, role="critic", settings=resume | changed, forward_only=True):
+            assert found["error"] is not None and field in found["error"]
+    (as_actor,) = ranks(
+        "load",
+        world_size=1,
+        role="actor",
+        settings={"hf_checkpoint": base["hf_checkpoint"], "load": str(tmp_path)},
+        forward_only=True,
+    )
+    assert "role is 'critic'" in as_actor["error"]
+
+
+def test_load_weights_only_starts_a_fresh_optimizer(
+    saved_actor: Any, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any]
+) -> None:
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), **ACTOR, "lr_warmup_iters": 4}
+    settings["load"] = saved_actor[0]
+    (fresh,) = sft(ranks, batch, settings, steps=1, weights_only=True)
+    (resumed,) = sft(ranks, batch, settings, steps=1)
+    assert (fresh["start"], resumed["start"]) == (1, 1)
+    assert fresh["metrics"][0]["lr"] == pytest.approx(1e-2 / 4)
+    assert resumed["metrics"][0]["lr"] == pytest.approx(2e-2 / 4)
+    assert fresh["metrics"][0]["loss"] == resumed["metrics"][0]["loss"]
