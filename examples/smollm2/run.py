@@ -83,10 +83,12 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
     ]
 
 
-def print_summary(out: Path, page: Path, totals: Totals) -> None:
+def print_summary(out: Path, page: Path, done: list[Stage], totals: Totals) -> None:
     print("\nstage                seconds  peak GiB")
-    for name, facts in read_journal(out).items():
-        print(f"{name:20} {facts['seconds']:7.0f}  {facts['peak_bytes'] / 2**30:8.1f}")
+    journal = read_journal(out)
+    for stage in done:
+        facts = journal[stage.name]
+        print(f"{stage.name:20} {facts['seconds']:7.0f}  {facts['peak_bytes'] / 2**30:8.1f}")
     lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line["stage"] == "rollout":
@@ -112,8 +114,9 @@ def main() -> None:
     if options.fresh and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    totals = run_stages("smollm2", stages(read_plan(options.plan, out=out, here=HERE), out), out)
-    print_summary(out, write_report(out / "run"), totals)
+    todo = stages(read_plan(options.plan, out=out, here=HERE), out)
+    totals = run_stages("smollm2", todo, out)
+    print_summary(out, write_report(out / "run"), todo, totals)
 
 
 if __name__ == "__main__":
