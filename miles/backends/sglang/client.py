@@ -252,8 +252,17 @@ class SGLangClient:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def flush_cache(self, *, timeout_s: float = 30.0) -> None:
-        """Empty the prefix cache; waits up to `timeout_s` for running requests, then EngineRefused."""
-        await self._request("POST", f"/flush_cache?timeout={timeout_s:g}", timeout_s=timeout_s + 30.0)
+        """Empty the prefix cache; waits up to `timeout_s` for running requests to end, then EngineRefused."""
+        # Asked to wait itself, the server would wait in vain for requests that `pause("retract")` has put back.
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                await self._request("POST", "/flush_cache")
+                return
+            except EngineRefused as error:
+                if error.status != 400 or asyncio.get_running_loop().time() >= deadline:
+                    raise
+            await asyncio.sleep(0.05)
 
     async def abort(self, rid: str | None = None) -> None:
         """End the request `rid`, or all; each answers with what it has, finish_reason "abort"."""

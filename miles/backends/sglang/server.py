@@ -53,7 +53,7 @@ def cpu_environment(tp_size: int, inherited: Mapping[str, str]) -> dict[str, str
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "served_models",
         "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": inherited.get("MILES_SGLANG_OMP_NUM_THREADS", "1"),
+        "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         # The compiler would look for Triton, find the stand-in, and change log-probs in the last bits.
         "TORCHDYNAMO_DISABLE": "1",
@@ -184,8 +184,13 @@ class SGLangServer:
         assert self._process is None, "start() was called twice"
         began = time.monotonic()
         self._rendezvous_port = reserve_port(host=self.host, avoid=[self.port])
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(prefix="miles-sglang-")
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self.log_path.open("ab").close()
+            scratch = tempfile.mkdtemp(prefix="miles-sglang-")
+        except OSError as error:
+            self.stop()
+            raise self._start_error(f"{error.strerror}: {error.filename}") from None
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": scratch}
         if self.device == "cpu":
             environment.update(cpu_environment(self.tp_size, os.environ))

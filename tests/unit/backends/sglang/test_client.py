@@ -150,3 +150,16 @@ async def test_checksums_are_sorted_by_rank(engine):
     engine.reply = replying({"success": True, "ranks": ranks})
     async with SGLangClient(engine.url) as client:
         assert [(rank.tp_rank, rank.checksums["w"]) for rank in await client.checksums()] == [(0, "0"), (1, "1")]
+
+
+async def test_flush_cache_is_asked_for_until_the_engine_is_idle(engine):
+    async def busy_twice(request):
+        return web.Response(status=400 if len(engine.requests) < 3 else 200, text="Flush cache failed.")
+
+    engine.reply = busy_twice
+    async with SGLangClient(engine.url) as client:
+        await client.flush_cache()
+        assert len(engine.requests) == 3
+        engine.reply = replying({}, status=400)
+        with pytest.raises(EngineRefused, match="POST /flush_cache: HTTP 400"):
+            await client.flush_cache(timeout_s=0.2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles.backends.sglang.server import SGLangServer, cpu_environment
+from miles.backends.sglang.server import EngineStartError, SGLangServer, cpu_environment
 
 
 @pytest.fixture
@@ -65,3 +65,11 @@ def test_cpu_environment_keeps_the_users_pythonpath_behind_the_stand_ins():
 def test_cpu_environment_gives_every_rank_cores():
     assert len(cpu_environment(2, {})["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in cpu_environment(1, {})
+
+
+def test_log_that_cannot_be_written_ends_the_start_in_one_line(server, tmp_path):
+    (tmp_path / "file").write_text("")
+    server.log_path = tmp_path / "file" / "server.log"
+    with pytest.raises(EngineStartError, match=r"did not start: Not a directory: .*file") as caught:
+        server.start()
+    assert "\n" not in caught.value.cause
