@@ -70,6 +70,6 @@ def test_cpu_environment_gives_every_rank_cores():
 def test_log_that_cannot_be_written_ends_the_start_in_one_line(server, tmp_path):
     (tmp_path / "file").write_text("")
     server.log_path = tmp_path / "file" / "server.log"
-    with pytest.raises(EngineStartError, match=r"did not start: Not a directory: .*file") as caught:
+    with pytest.raises(EngineStartError, match=r"did not start: File exists: .*file") as caught:
         server.start()
     assert "\n" not in caught.value.cause
