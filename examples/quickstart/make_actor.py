@@ -40,6 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [json.loads(line) for path in options.problems for line in path.read_text().splitlines()]
     tokenizer = make_tokenizer([text for row in rows for text in (row["prompt"], row["label"])])
+    special = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -50,9 +51,9 @@ def main() -> None:
             num_attention_heads=options.num_heads,
             num_key_value_heads=options.num_kv_heads,
             max_position_embeddings=options.max_position_embeddings,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=special["<pad>"],
+            bos_token_id=special["<bos>"],
+            eos_token_id=special["<eos>"],
             tie_word_embeddings=False,
         )
     )

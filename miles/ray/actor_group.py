@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Role = Literal["actor", "critic", "sft"]
+
 
 class TrainRank:
     """One rank: a process with one device that holds a `MegatronWorker`."""
 
-    def __init__(self, args: Args, role: str, rank: int, world_size: int) -> None:
+    def __init__(self, args: Args, role: Role, rank: int, world_size: int) -> None:
         configure_logger(args, source=f"{role}{rank}")
-        self._args, self._role, self._rank, self._world_size = args, role, rank, world_size
+        self._args, self._rank, self._world_size = args, rank, world_size
+        self._role: Role = role
         self._dp_rank = 0
 
     def address(self) -> tuple[str, int]:
@@ -64,14 +67,14 @@ class RayTrainGroup:
     wait in a collective for ever.
     """
 
-    def __init__(self, args: Args, *, role: str, placement: "Placement", **worker_options: Any) -> None:
+    def __init__(self, args: Args, *, role: Role, placement: "Placement", **worker_options: Any) -> None:
         self.role = role
         self.args = args.for_role("critic" if role == "critic" else "actor")
         bundles = placement.bundles["critic" if role == "critic" else "actor"]
         self.world_size = len(bundles)
         self._worker_options = worker_options
         remote = ray.remote(TrainRank)
-        self._ranks = [
+        self._ranks: list[Any] = [
             remote.options(
                 scheduling_strategy=placement.strategy(bundle),
                 runtime_env={"env_vars": placement.cluster.worker_env()},

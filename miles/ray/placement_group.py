@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
@@ -92,7 +93,7 @@ def contracted_critic(args: Args) -> Args:
 def _sorted_bundles(cluster: Cluster, group: PlacementGroup, total: int) -> list[Bundle]:
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    gpu_ids: list[int | None] = [None] * total
+    gpu_ids: Sequence[int | None] = [None] * total
     if cluster.device_kind == "cuda":
         # Only a process inside a bundle can see which GPU the bundle stands for.
         probes = [

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from miles.ray.cluster import disconnect
 from miles.utils.tracking_utils.tracking import finish_tracking
@@ -45,9 +45,10 @@ def reported(name: str) -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The reason of an error, without Ray's wrapping and without a traceback."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return one_line(error.cause) if isinstance(error.cause, BaseException) else str(error).splitlines()[-1]
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return one_line(cause) if isinstance(cause, BaseException) else str(error).splitlines()[-1]
+    if isinstance(error, RayActorError):
         reason = " ".join(str(error).split())
         return f"a training rank or the rollout side died: {reason[:400]}"
     text = " ".join(str(error).split())

@@ -156,8 +156,9 @@ class SGLangClient:
             # Its loop is gone, and with it every means to close the connections in order.
             self._session.detach()
         if self._session is None or self._session.closed:
-            # limit=0: how many requests run at once is the caller's decision.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # limit=0: how many requests run at once is the caller's decision. force_close: the server ends idle
+            # connections after seconds, and a request written into one that is just ending would be lost.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
             self._loop = loop
         return self._session
 

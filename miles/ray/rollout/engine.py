@@ -1,6 +1,7 @@
 """A rollout engine as a Ray actor: holds the device, starts the server, ends it."""
 
 import os
+from typing import Any
 
 import ray
 
@@ -17,9 +18,9 @@ class RolloutEngine:
         configure_logger(args, source=f"engine{engine}")
         if device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
-        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        assert device in ("cpu", "cuda")
-        self._server = SGLangServer.from_args(args, engine=engine, device=device, host=host)
+        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._args, self._engine, self._device = args, engine, device
+        self._server: SGLangServer | None = None
 
     def start(self) -> str:
         """Start the server and wait until it answers; its URL.
@@ -27,6 +28,8 @@ class RolloutEngine:
         Raises:
             ValueError: the server did not come up; the message says why and names its log.
         """
+        assert self._device in ("cpu", "cuda")
+        self._server = SGLangServer.from_args(self._args, engine=self._engine, device=self._device, host=self._host)
         try:
             self._server.start()
         except EngineStartError as error:
@@ -37,14 +40,15 @@ class RolloutEngine:
 
     def describe_exit(self) -> str | None:
         """How the server ended, None while it runs."""
-        return self._server.describe_exit()
+        return None if self._server is None else self._server.describe_exit()
 
     def stop(self) -> None:
         """End the server."""
-        self._server.stop()
+        if self._server is not None:
+            self._server.stop()
 
 
-def create_engines(args: Args, placement: Placement) -> list[ray.actor.ActorHandle]:
+def create_engines(args: Args, placement: Placement) -> list[Any]:
     """One engine on every `rollout_num_gpus_per_engine` devices of the rollout bundles; not started yet."""
     bundles, size = placement.bundles["rollout"], args.rollout_num_gpus_per_engine
     cluster = placement.cluster

@@ -1,5 +1,6 @@
 """The rollout side in one place: prompts, engines, rewards, and the batch that training sees."""
 
+import asyncio
 import json
 import logging
 import time
@@ -33,18 +34,33 @@ class RolloutManager:
     run sees what the interrupted one would have seen.
     """
 
-    def __init__(self, args: Args, engines: list[ray.actor.ActorHandle]) -> None:
+    def __init__(self, args: Args, engines: list[Any]) -> None:
         configure_logger(args, source="rollout")
-        from transformers import AutoTokenizer
-
         self._args = args
         self._engines = engines
+        self._clients: list[SGLangClient] = []
+
+    async def start(self) -> list[str]:
+        """Read prompts, tokenizer and reward function, start the engines (all at once); their URLs.
+
+        Raises:
+            ValueError: a file, the tokenizer or the reward function is unusable, or an engine did not start.
+        """
+        args = self._args
+        starting = [engine.start.remote() for engine in self._engines]
+        from transformers import AutoTokenizer
+
+        assert args.custom_rm_path is not None and args.hf_checkpoint is not None
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        assert args.custom_rm_path is not None
         self._reward = load_function(args.custom_rm_path)
         self._prompts = self._source(args.prompt_data, shuffle=args.rollout_shuffle)
         self._eval_prompts = None if args.eval_prompt_data is None else self._source(args.eval_prompt_data)
-        self._clients: list[SGLangClient] = []
+        urls = list(await asyncio.gather(*starting))
+        vocab_size = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["vocab_size"]
+        self._clients = [
+            SGLangClient(url, timeout_s=args.sglang_request_timeout_s, vocab_size=vocab_size) for url in urls
+        ]
+        return urls
 
     def _source(self, path: str | None, *, shuffle: bool = False) -> PromptSource:
         assert path is not None
@@ -60,15 +76,6 @@ class RolloutManager:
             shuffle=shuffle,
             seed=args.rollout_seed,
         )
-
-    async def start(self) -> list[str]:
-        """Start the engines (all at once); their URLs."""
-        urls = [await reference for reference in [engine.start.remote() for engine in self._engines]]
-        vocab_size = json.loads((Path(self._args.hf_checkpoint or "") / "config.json").read_text())["vocab_size"]
-        self._clients = [
-            SGLangClient(url, timeout_s=self._args.sglang_request_timeout_s, vocab_size=vocab_size) for url in urls
-        ]
-        return urls
 
     async def stop(self) -> None:
         """Close connections and end the servers."""
@@ -137,7 +144,7 @@ class RolloutManager:
             "eval/accuracy_low": low,
             "eval/accuracy_high": high,
             "eval/count": len(samples),
-            "eval/reward_mean": float(np.mean([sample.reward for sample in samples])),
+            "eval/reward_mean": float(np.mean([sample.reward or 0.0 for sample in samples])),
             "eval/truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
         }
 
@@ -192,7 +199,7 @@ def _share(samples: list[Sample], status: SampleStatus) -> float:
     return sum(sample.status is status for sample in samples) / len(samples)
 
 
-def create_rollout_manager(args: Args, engines: list[ray.actor.ActorHandle]) -> ray.actor.ActorHandle:
+def create_rollout_manager(args: Args, engines: list[Any]) -> Any:
     """The manager as a Ray actor; it takes no device."""
     env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return ray.remote(RolloutManager).options(num_cpus=0, runtime_env={"env_vars": env}).remote(args, engines)
