@@ -8,6 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import miles.backends.sglang.server as server_module
@@ -101,11 +102,59 @@ def test_sigterm_to_the_supervisor_ends_the_whole_tree(tree):
     assert wait_for(lambda: not any(map(alive, [supervisor, *members])))
 
 
-def test_supervisor_killed_by_sigkill_takes_the_server_along(tree):
+def test_first_process_killed_as_ray_kills_children_of_a_worker_ends_the_whole_tree(tree, scratch):
     _, supervisor, members = tree
     os.kill(supervisor, signal.SIGKILL)
-    # Children of the server follow it by their own means (SGLang's do); the supervisor can no longer see to them.
-    assert wait_for(lambda: not alive(members[0]))
+    assert wait_for(lambda: not any(map(alive, members)) and not scratch.exists())
+
+
+def test_second_process_killed_by_sigkill_takes_the_server_along(tree):
+    _, supervisor, members = tree
+    os.kill(psutil.Process(members[0]).ppid(), signal.SIGKILL)
+    # Children of the server follow it by their own means (SGLang's do); nobody is left who could see to them.
+    assert wait_for(lambda: not alive(members[0]) and not alive(supervisor))
+
+
+def test_forked_child_of_the_asker_that_holds_the_pipe_does_not_keep_the_tree_alive(tmp_path, scratch):
+    program = textwrap.dedent(f"""
+        import os, subprocess, sys, time
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", {str(SUPERVISOR)!r}, str(os.getpid()), {str(scratch)!r}, "sleep", "600"],
+            stdin=subprocess.PIPE, start_new_session=True)
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        print(process.pid, child, flush=True)
+        time.sleep(600)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    supervisor, holder = map(int, parent.stdout.readline().split())
+    parent.kill()
+    parent.wait()
+    try:
+        assert wait_for(lambda: not alive(supervisor) and not scratch.exists())
+    finally:
+        os.kill(holder, signal.SIGKILL)
+
+
+def test_semaphores_of_the_killed_are_unlinked(tmp_path, scratch):
+    ready = tmp_path / "ready"
+    program = (
+        "import multiprocessing, sys, time; lock = multiprocessing.get_context('spawn').Lock();"
+        f"open({str(ready)!r}, 'w').write(lock._semlock.name); time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), scratch, sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+    )
+    assert wait_for(lambda: ready.exists() and ready.read_text() != "")
+    semaphore = Path("/dev/shm") / f"sem.{ready.read_text().strip('/')}"
+    assert semaphore.exists()
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=20) == 0
+    assert not semaphore.exists()
 
 
 def test_server_that_ends_takes_its_tree_along(tree):
