@@ -32,8 +32,11 @@ def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def schedule_length(args: Any) -> int:
+def schedule_length(args: Any, *, passes: int = 1) -> int:
     """Optimizer steps over which the learning rate decays.
+
+    Args:
+        passes: optimizer passes over the samples of each rollout (`num_critic_epochs` for an online critic).
 
     Raises:
         ValueError: A decaying style without a length, or a warm-up that does not end before it.
@@ -44,13 +47,15 @@ def schedule_length(args: Any) -> int:
     if steps is None:
         if args.num_rollout is None:
             raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
-        steps = args.num_rollout * args.num_steps_per_rollout
+        steps = args.num_rollout * args.num_steps_per_rollout * passes
     if steps <= args.lr_warmup_iters:
         raise ValueError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below the schedule's {steps} steps")
     return steps
 
 
-def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(
+    model: DistributedDataParallel, args: Any, *, passes: int = 1
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay (none on biases and norms), plain or distributed, and its schedule.
 
     The schedule advances by one per optimizer step, before the step, so that optimizer step n (from 1) runs at
@@ -65,7 +70,7 @@ def build_optimizer(model: DistributedDataParallel, args: Any) -> tuple[Megatron
         raise ValueError("--use-distributed-optimizer on a GPU needs Transformer Engine or apex installed")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above the peak learning rate {args.lr}")
-    steps = schedule_length(args)
+    steps = schedule_length(args, passes=passes)
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,

@@ -167,7 +167,9 @@ class MegatronWorker:
         self._train_stepper = None
         if not forward_only:
             wrapped = wrap_data_parallel(self.model, args)
-            self.optimizer, self.scheduler = build_optimizer(wrapped, args)
+            self.optimizer, self.scheduler = build_optimizer(
+                wrapped, args, passes=args.num_critic_epochs if critic else 1
+            )
             self._wrapped = wrapped
             self._train_stepper = self._make_stepper(Stepper, wrapped)
             self._connect_schedule()
