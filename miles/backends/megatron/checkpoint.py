@@ -7,6 +7,7 @@ replaced last.
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from miles.backends.megatron.checkpoint_identity import (
     iteration_folder,
 )
 from miles.backends.megatron.parallel import ParallelState
+from miles.backends.megatron.shard_writer import InProcessSave
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME, read_checkpoint_manifest, write_checkpoint_manifest
 from miles.contracts.canonical import sha256_file
 from miles.contracts.publish import publish_bytes, publish_folder, publish_json
@@ -136,9 +138,17 @@ def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
     stepped = state.scheduler.num_steps > 0
     identity = replace(state.identity, iteration=iteration, optimizer=state.identity.optimizer if stepped else None)
 
+    size = _checkpoint_bytes(state)
+
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        free = shutil.disk_usage(temporary).free
+        if free < size:
+            temporary.rmdir()
+            raise OSError(
+                errno.ENOSPC, f"no room: a checkpoint takes {size >> 20} MiB, {free >> 20} MiB are free", str(final)
+            )
 
     on_rank_zero(prepare)
     model_state = _model_state(state.model)
@@ -150,7 +160,7 @@ def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
     }
     if stepped:
         tensors["optimizer"] = state.optimizer.sharded_state_dict(model_state, metadata=_sharding_metadata())
-    dist_checkpointing.save(tensors, str(temporary))
+    dist_checkpointing.save(tensors, str(temporary), sharded_strategy=InProcessSave())
     dist.barrier()
 
     def publish() -> None:
@@ -162,6 +172,18 @@ def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
 
     on_rank_zero(publish)
     return final
+
+
+def _checkpoint_bytes(state: TrainState) -> int:
+    """About how much a checkpoint of the whole model takes: weights, Adam's two moments, fp32 copies of half
+    weights.
+    """
+    local = sum(
+        param.numel() * (param.itemsize + 8 + (4 if param.itemsize < 4 else 0)) for param in state.model.parameters()
+    )
+    total = torch.tensor([float(local)], dtype=torch.float64, device=next(state.model.parameters()).device)
+    dist.all_reduce(total)
+    return int(total.item()) // state.parallel.dp_size
 
 
 def verify_files(folder: Path, parallel: ParallelState) -> None:

@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.device import Device
-from miles.backends.megatron.layer_spec import decoder_spec
+from miles.backends.megatron.layer_spec import decoder_spec, transformer_engine_in_use
 from miles.backends.megatron.parallel import ParallelState
 from miles.backends.megatron.value_head import ValueHead
+from miles.backends.megatron.weights import build_rules
 
 # Components of a module path that mark it as attention, for freezing a critic's attention.
 ATTENTION_NAMES = frozenset({"attention", "attn", "cross_attention", "cross_attn", "self_attention", "self_attn"})
@@ -105,10 +106,30 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
     )
+    _mark_sharded(model, architecture, parallel=parallel, fused_norms=transformer_engine_in_use(device))
     if value_width is not None and parallel.is_last_stage:
         head = ValueHead(config, width=value_width, seed=seed, parallel=parallel)
         model.output_layer = cast(Any, head)  # GPTModel calls it as it calls its own output layer
     return model.to(device.torch_device)
+
+
+def _mark_sharded(model: GPTModel, architecture: Architecture, *, parallel: ParallelState, fused_norms: bool) -> None:
+    """Mark the parameters that are split over tensor-parallel ranks, as Megatron does only while it draws weights.
+
+    Without the marks the gradient norm would count their parts on the first rank alone.
+    """
+    params = dict(model.named_parameters())
+    rules = build_rules(architecture, pipeline_size=parallel.pp_size, fused_norms=fused_norms)
+    for rule in rules:
+        if rule.kind != "copy" and rule.stage == parallel.pp_rank:
+            _mark(params[rule.megatron], dimension=1 if rule.kind == "columns" else 0)
+    if architecture.tied_embeddings and "output_layer.weight" in params:
+        _mark(params["output_layer.weight"], dimension=0)
+
+
+def _mark(param: torch.nn.Parameter, *, dimension: int) -> None:
+    # Attributes that Megatron's optimizer reads from the parameter.
+    vars(param).update(tensor_model_parallel=True, partition_dim=dimension, partition_stride=1)
 
 
 def freeze_attention(model: torch.nn.Module) -> dict[str, int]:

@@ -207,3 +207,30 @@ def speed(
     parameters = sum(param.numel() for param in worker.model.parameters())
     worker.close()
     return {"parameters": parameters, "seconds_per_step": seconds, "tokens_per_s": rows * length / seconds}
+
+
+def failing_save(
+    rank: int, world_size: int, port: int, *, batch: dict[str, Any], settings: dict[str, Any], largest_file: int
+) -> str:
+    """Save iteration 1, then fail to save iteration 2 because no file of the last rank may grow past
+    `largest_file`.
+    """
+    import resource
+
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
+    worker.init()
+    info = worker.parallel_info()
+    shard = make_shard(batch, dp_rank=info["dp_rank"], dp_size=info["dp_size"], micro_batch_size=4)
+    worker.train_sft(1, shard)
+    worker.save_model(1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
+    try:
+        worker.save_model(2)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        worker.close()
+    return ""

@@ -127,6 +127,21 @@ def test_save_killed_between_files_leaves_previous_checkpoint(
     assert (tmp_path / "ckpt" / "latest").read_text() == "iter_0000002\n"
 
 
+def test_save_that_one_rank_cannot_write_fails_on_all_and_leaves_previous(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {
+        "hf_checkpoint": model_folder("llama", tied=True),
+        **ACTOR,
+        "save": str(tmp_path),
+        "tensor_model_parallel_size": 2,
+    }
+    messages = ranks("failing_save", world_size=2, batch=batch, settings=settings, largest_file=20_000)
+    assert all("rank 1 could not write its shard" in message and "File too large" in message for message in messages)
+    assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+    assert not (tmp_path / "iter_0000002").exists()
+
+
 def copy_of(root: str, target: Path) -> Path:
     import shutil
 
