@@ -8,6 +8,8 @@ An error on one rank (a full disk) becomes an error on all.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
             )
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            number = cause.errno if isinstance(cause, OSError) else None
-            raise OSError(
-                number or 0, f"rank {rank} could not write its shard: {cause}", str(checkpoint_dir)
-            ) from cause
+            free = shutil.disk_usage(checkpoint_dir).free
+            # torch's zip writer hides why a write fell short, so say what the disk looks like.
+            number = cause.errno if isinstance(cause, OSError) else errno.ENOSPC if free < 1 << 20 else errno.EIO
+            message = f"rank {rank} could not write its shard ({free >> 20} MiB free): {cause}"
+            raise OSError(number, message, str(checkpoint_dir)) from cause

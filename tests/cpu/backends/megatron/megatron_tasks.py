@@ -48,12 +48,9 @@ def weights(worker: MegatronWorker) -> dict[str, np.ndarray]:
     return named
 
 
-def logits(
-    rank: int, world_size: int, port: int, *, rows: list[list[int]], packed: bool, settings: dict[str, Any]
-) -> Any:
-    worker = make_worker(
-        rank, world_size, port, role="actor", use_dynamic_batch_size=packed, max_tokens_per_gpu=1000, **settings
-    )
+def logits(rank: int, world_size: int, port: int, *, rows: list[list[int]], settings: dict[str, Any]) -> Any:
+    """{"padded": {row: logits}, "packed": ...} on output ranks."""
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
     worker.init(forward_only=True)
     shard = {
         "tokens": rows,
@@ -62,9 +59,12 @@ def logits(
         "sample_indices": list(range(len(rows))),
         "micro_batches": [list(range(0, len(rows), 2)), list(range(1, len(rows), 2)), []],
     }
-    result = worker.compute_logits(shard)
+    found = {}
+    for name, packed in (("padded", False), ("packed", True)):
+        worker._reader.packed = packed
+        found[name] = worker.compute_logits(shard)
     worker.close()
-    return result
+    return found if found["padded"] is not None else None
 
 
 def export(rank: int, world_size: int, port: int, *, target: str, settings: dict[str, Any]) -> Any:
