@@ -178,6 +178,9 @@ def _derived_values(args: Args) -> dict[str, tuple[Any, str]]:
     derived: dict[str, tuple[Any, str]] = {
         name: (getattr(args, origin), origin) for name, origin in _INHERITED.items() if getattr(args, name) is None
     }
+    if args.value_pretrain_eval_split is None:
+        split = "heldout" if args.value_pretrain_eval_only else "train"
+        derived["value_pretrain_eval_split"] = (split, "value_pretrain_eval_only")
     if args.critic_save is None and args.save is not None:
         derived["critic_save"] = (args.save.rstrip("/") + "_critic", "save")
     if args.global_batch_size is None and args.rollout_batch_size is not None:

@@ -269,8 +269,8 @@ class ValuePretrainGroup(Group):
     value_pretrain_eval_only: bool = Field(
         False, description="Evaluate the critic of --critic-load and gate it; train nothing."
     )
-    value_pretrain_eval_split: Literal["train", "heldout"] = Field(
-        "heldout", description="Rows that --value-pretrain-eval-only evaluates on."
+    value_pretrain_eval_split: Literal["train", "heldout"] | None = Field(
+        None, description="Rows to read (unset: heldout with --value-pretrain-eval-only, else train)."
     )
     value_pretrain_eval_num_batches: Positive | None = Field(
         None, description="Disjoint, label-mixed batches to evaluate on."
