@@ -95,6 +95,8 @@ def convert(path: Path, out: Path) -> None:
         ValueError: the file cannot be read.
         FileExistsError: `out` is there already.
     """
+    if out.exists():
+        raise FileExistsError(f"{out}: already exists and is never replaced")
     loaded, tokenizer = load_gguf(path)
     settings = loaded.config.to_dict()
     # The object that was read counts as quantized and cannot be saved; its weights are plain numbers by now.
