@@ -90,10 +90,12 @@ def train(
     drop: tuple[str, ...] = (),
     save_at: tuple[int, ...] = (),
     weights_only: bool = False,
+    packed: bool = True,
 ) -> dict[str, Any]:
     """Train, and report everything that can be compared: metrics per step, weights, and what the model reads then."""
     worker = make_worker(rank, world_size, port, role=role, **settings)
     start = worker.init(load_weights_only=weights_only)
+    worker._train_stepper.packed = worker._reader.packed = packed
     info = worker.parallel_info()
     shard = make_shard(
         batch, dp_rank=info["dp_rank"], dp_size=info["dp_size"], micro_batch_size=micro_batch_size, drop=drop

@@ -115,12 +115,11 @@ def test_step_any_split_into_micro_batches_gives_same_update(
 @pytest.mark.parametrize(
     ("layout", "name"), [("tp1", "policy"), ("tp1", "value_classification"), ("tp2_sp", "sft"), ("pp2", "value_mse")]
 )
-def test_step_packed_equals_padded(
+def test_step_padded_equals_packed(
     layout: str, name: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], one_process: Any
 ) -> None:
     role, objective, extra = OBJECTIVES[name]
     settings = {"hf_checkpoint": model_folder("qwen3", tied=True), **SMOOTH, **extra, **LAYOUTS.get(layout, {})}
-    settings |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1000}
     found = ranks(
         "train",
         world_size=1 if layout == "tp1" else 2,
@@ -129,6 +128,7 @@ def test_step_packed_equals_padded(
         batch=batch,
         settings=settings,
         micro_batch_size=5,
+        packed=False,
     )
     assert_same(merged(found), one_process(name))
 
