@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -30,7 +32,7 @@ class Cluster:
     resource: str
     single_machine: bool
 
-    def device_request(self, amount: float) -> dict[str, object]:
+    def device_request(self, amount: float) -> dict[str, Any]:
         """Options of a Ray actor that takes `amount` of a device and no CPU slot."""
         if self.resource == "GPU":
             return {"num_gpus": amount, "num_cpus": 0}
@@ -57,23 +59,11 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
         ValueError: the cluster is too small, or has no GPU where --device cuda asks for them.
     """
     needed = sum(devices.values())
-    address = os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
-        if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            local: dict[str, object] = {}
-            if args.device != "cuda":
-                local = {"resources": {CPU_DEVICE: needed}, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
-            if args.device == "cpu":
-                local["num_gpus"] = 0
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **local,  # pyright: ignore[reportArgumentType]
-            )
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        _init(args, address=os.environ.get("RAY_ADDRESS"), needed=needed)
+        # Ray puts a handler of its own there, which ends the process without a word of ours.
+        signal.signal(signal.SIGTERM, on_sigterm)
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     if args.device == "cuda" and gpus == 0:
@@ -88,6 +78,18 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     logger.info("Ray cluster: %d node(s), %d of %d devices (%s) taken", len(nodes), needed, available, kind)
     return Cluster(device_kind=kind, resource=resource, single_machine=len(nodes) == 1)
+
+
+def _init(args: Args, *, address: str | None, needed: int) -> None:
+    if address:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return
+    local: dict[str, Any] = {}
+    if args.device != "cuda":
+        local = {"resources": {CPU_DEVICE: needed}, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
+    if args.device == "cpu":
+        local["num_gpus"] = 0
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
 
 
 def disconnect() -> None:
