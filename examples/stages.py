@@ -76,7 +76,7 @@ class PeakMemory(threading.Thread):
                     continue
             self.peak = max(self.peak, total)
             self.since_mark = max(self.since_mark, total)
-            time.sleep(2.0)
+            time.sleep(5.0)
 
 
 def write_settings(folder: Path, name: str, values: Mapping[str, Any]) -> list[str]:
