@@ -193,7 +193,7 @@ class MegatronWorker:
             model,
             parallel=self.parallel,
             device=self.device.torch_device,
-            # Without padding a step costs a third less; Transformer Engine cannot pack in fp32, so there it is asked for.
+            # Without padding a step costs a third less, but Transformer Engine cannot pack in fp32.
             packed=self.args.use_dynamic_batch_size or not self._fused_norms,
             sequence_parallel=self.args.sequence_parallel,
         )

@@ -236,3 +236,43 @@ def failing_save(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         worker.close()
     return ""
+
+
+def send_weights(
+    rank: int, world_size: int, port: int, *, settings: dict[str, Any], group_port: int, max_bytes: int
+) -> Any:
+    """Rank 0 is a whole training group and sends its weights; rank 1 receives the bytes as an engine would.
+
+    Rank 0 returns the buckets it announced, rank 1 the bytes of each.
+    """
+    import torch
+
+    from miles.backends.megatron import worker as worker_module
+    from miles.backends.megatron.architecture import Architecture
+    from miles.backends.megatron.weights import build_buckets, build_rules
+    from miles.backends.weight_group import join_weight_group, leave_weight_group
+
+    address = f"tcp://127.0.0.1:{group_port}"
+    if rank == 0:
+        worker_module._BUCKET_BYTES = max_bytes
+        worker = make_worker(0, 1, port, role="actor", **settings)
+        worker.init(forward_only=True)
+        worker.join_weight_group(address, world_size, 0, "weights")
+        buckets = worker.weight_buckets()
+        for index in range(len(buckets)):
+            worker.broadcast_bucket(index)
+        worker.close()
+        return buckets
+    rules = build_rules(Architecture.from_hf(settings["hf_checkpoint"]), pipeline_size=1)
+    sizes = [
+        sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in bucket.metadata())
+        for bucket in build_buckets(rules, dtype=torch.float32, max_bytes=max_bytes)
+    ]
+    group = join_weight_group(address, world_size, 1, "weights")
+    received = []
+    for size in sizes:
+        flat = torch.empty(size, dtype=torch.uint8)
+        group.broadcast(flat, 0).wait()
+        received.append(flat.numpy().tobytes())
+    leave_weight_group(group)
+    return received

@@ -99,3 +99,27 @@ def test_export_bfloat16_shards_trained_in_float32_keeps_dtype_and_bits(
         tensor = load_file(source / file)[name]
         assert exported[name].dtype == torch.bfloat16
         assert torch.equal(exported[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_weights_sent_in_buckets_arrive_under_their_hugging_face_names(
+    ranks: Any, model_folder: Callable[..., str]
+) -> None:
+    from safetensors.numpy import load_file
+
+    from miles.backends.megatron.local_group import free_port
+
+    source = model_folder("qwen2", tied=False)
+    buckets, received = ranks(
+        "send_weights",
+        world_size=2,
+        settings={"hf_checkpoint": source},
+        group_port=free_port(),
+        max_bytes=20_000,
+    )
+    assert len(buckets) == len(received) > 1
+    expected = load_file(Path(source) / "model.safetensors")
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(expected)
+    for bucket, data in zip(buckets, received, strict=True):
+        assert data == b"".join(expected[name].tobytes() for name in bucket.names)
+        assert bucket.nbytes == len(data)
+        assert bucket.shapes == tuple(expected[name].shape for name in bucket.names)
