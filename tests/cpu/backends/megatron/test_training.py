@@ -158,7 +158,7 @@ def reference_step(folder: str, batch: dict[str, Any], name: str) -> tuple[float
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, betas=(0.9, 0.95), weight_decay=0.0)
     loss.backward()
     optimizer.step()
-    return float(loss), {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return float(loss.detach()), {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["sft", "policy"])
