@@ -66,7 +66,8 @@ async def test_tied_qwen3_is_served_and_sigkill_of_the_parent_leaves_no_process(
             await assert_serves(client, folder, reference_log_probs)
         tree = [psutil.Process(supervisor), *processes_of(supervisor)]
         assert len(tree) >= 5
-        scratch = tree[-1].environ()["TMPDIR"]
+        scratch = tree[0].cmdline()[5]
+        assert os.path.isdir(scratch)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
