@@ -21,6 +21,7 @@ async def evaluate(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, lo
     """Forward only: explained variance of every batch, the report, then the gate."""
     assert plan.eval_batches is not None and plan.resume is not None and args.value_pretrain_eval_report is not None
     assert args.critic_load is not None and args.global_batch_size is not None
+    assert args.value_pretrain_eval_split is not None
     batches = []
     with progress_bar("value evaluation", total=len(plan.eval_batches)) as advance:
         for number, rows in enumerate(plan.eval_batches):
