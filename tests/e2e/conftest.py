@@ -216,7 +216,6 @@ def value_flags(tiny_hf_model: Path, value_manifest: Path) -> list[str]:
         "critic-num-gpus-per-node": 2,
         "tensor-model-parallel-size": 2,
         "lr": 3e-3,
-        "save-interval": 5,
         "device": "cpu",
     }
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+SAVING = ("--save-interval", 5)
+
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of the tensors of a checkpoint."""
@@ -25,7 +27,7 @@ def test_training_whole_run_publishes_contract_and_passes_gate(
     trained: Path, run: Callable[..., Any], value_flags: list[str], assert_no_process_left: Callable[..., None]
 ) -> None:
     critic = trained / "critic"
-    done = run("train_value.py", *value_flags, "--critic-save", critic, "--run-dir", trained / "run")
+    done = run("train_value.py", *value_flags, *SAVING, "--critic-save", critic, "--run-dir", trained / "run")
     assert done.code == 0, done.err
     contract = json.loads((critic / "value_pretrain_contract.json").read_text())
     assert contract["completed_steps"] == 20
@@ -63,7 +65,7 @@ def test_training_killed_between_saves_resumes_to_the_same_bytes(
 ) -> None:
     reference = trained / "critic"
     critic, contract = tmp_path / "critic", tmp_path / "critic" / "value_pretrain_contract.json"
-    flags = [*value_flags, "--critic-save", critic, "--run-dir", tmp_path / "run"]
+    flags = [*value_flags, *SAVING, "--critic-save", critic, "--run-dir", tmp_path / "run"]
     killed = start("train_value.py", *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: contract.exists() and metrics.read_text().count("\n") >= 7, killed)
