@@ -115,7 +115,7 @@ def main() -> int:
                     make_model(folder, kind, tied=tied)
                     folders.append(str(folder))
         print(
-            f"{'largest |difference| of logits':32}" + "".join(f"{name:>12}" for name in [*LAYOUTS, "largest logit"])
+            f"{'largest |difference| of logits':32}" + "".join(f"{name:>12}" for name in [*LAYOUTS, "max logit"])
         )
         for folder in folders:
             rows = random_rows(Architecture.from_hf(folder).vocab_size)

@@ -95,6 +95,7 @@ def train(
     """Train, and report everything that can be compared: metrics per step, weights, and what the model reads then."""
     worker = make_worker(rank, world_size, port, role=role, **settings)
     start = worker.init(load_weights_only=weights_only)
+    assert worker._train_stepper is not None
     worker._train_stepper.packed = worker._reader.packed = packed
     info = worker.parallel_info()
     shard = make_shard(
