@@ -114,9 +114,7 @@ def main() -> int:
                     folder = Path(scratch) / f"{kind}-{'tied' if tied else 'untied'}"
                     make_model(folder, kind, tied=tied)
                     folders.append(str(folder))
-        print(
-            f"{'largest |difference| of logits':32}" + "".join(f"{name:>12}" for name in [*LAYOUTS, "max logit"])
-        )
+        print(f"{'largest |difference| of logits':32}" + "".join(f"{name:>12}" for name in [*LAYOUTS, "max logit"]))
         for folder in folders:
             rows = random_rows(Architecture.from_hf(folder).vocab_size)
             expected = transformers_logits(folder, rows)
