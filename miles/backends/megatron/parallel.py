@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
+import numpy as np
 import torch.distributed as dist
 
 from miles.backends.megatron.device import Device
@@ -89,7 +91,7 @@ def initialize_parallel(
         rank, world_size: This process in the training group.
         master_addr, master_port: Where rank 0 listens.
         tensor_size, pipeline_size: Model parallel sizes; the rest of the ranks are data parallel.
-        seed: Seeds torch and Megatron's model parallel generators.
+        seed: Seeds the generators of torch, NumPy, Python and Megatron's model parallelism, which checkpoints hold.
         timeout_s: Seconds after which a collective that a rank does not join fails.
 
     Raises:
@@ -120,6 +122,8 @@ def initialize_parallel(
         pipeline_model_parallel_size=pipeline_size,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
+    random.seed(seed)
+    np.random.seed(seed)
     model_parallel_cuda_manual_seed(seed)
     groups = {
         "tp_group": mpu.get_tensor_model_parallel_group(),
