@@ -18,6 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "MILES_TEST_MARK"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole programs take their time on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 @dataclass
 class Program:
     """A started program: `communicate` to wait for it, `kill` to end it without a word."""
@@ -93,7 +100,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 def run(start: Callable[..., Program]) -> Callable[..., Finished]:
     """A function that runs a program of the repository to its end."""
 
-    def whole(program: str, *words: Any, timeout_s: float = 280.0) -> Finished:
+    def whole(program: str, *words: Any, timeout_s: float = 600.0) -> Finished:
         return start(program, *words).finish(timeout_s)
 
     return whole
@@ -124,7 +131,7 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 def wait_for() -> Callable[..., None]:
     """A function that waits until a condition holds, while a program runs."""
 
-    def wait(condition: Callable[[], bool], program: Program, *, within_s: float = 200.0) -> None:
+    def wait(condition: Callable[[], bool], program: Program, *, within_s: float = 600.0) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert program.process.poll() is None, program.process.communicate()[1][-2000:]
