@@ -57,6 +57,10 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
     group = RayTrainGroup(args, role="sft", placement=create_placement(args, {"actor": args.world_size("actor")}))
     await group.init()
     whole = len(heldout["tokens"]) // (group.dp_size * args.micro_batch_size) * group.dp_size * args.micro_batch_size
+    if whole == 0:
+        raise ValueError(
+            f"{args.eval_prompt_data}: {len(heldout['tokens'])} problems do not fill one micro-batch per rank"
+        )
     heldout_shards = split_train_data_by_dp(args, select(heldout, list(range(whole))), dp_size=group.dp_size)
     tracker = init_tracking(args)
     order: list[int] = []

@@ -15,7 +15,7 @@ STAGES = 9
 def small_plan(folder: Path) -> Path:
     """The quickstart's own plan with smaller numbers, and a hard kind of problem that stays out of reach."""
     plan = yaml.safe_load((ROOT / "examples" / "quickstart" / "quickstart.yaml").read_text())
-    plan["problems"] |= {"num_train": 600, "num_heldout": 120}
+    plan["problems"] |= {"num_train": 600, "num_heldout": 128}
     plan["problems"]["kinds"][0]["share"] = plan["problems"]["kinds"][1]["share"] = 0.5
     plan["problems"]["kinds"][1]["config"] = {"min_terms": 3, "max_terms": 3, "min_digits": 3, "max_digits": 3}
     plan["warm_start"] |= {"target_accuracy": 0.12, "max_steps": 400}
