@@ -17,6 +17,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from miles.config import Args
+from miles.data.batch import select_rows
 from miles.data.prompts import PromptSource
 from miles.ray.actor_group import RayTrainGroup
 from miles.ray.placement_group import create_placement
@@ -40,10 +41,6 @@ def answers_batch(problems: PromptSource, tokenizer: Any) -> dict[str, list]:
     }
 
 
-def select(batch: dict[str, list], rows: list[int]) -> dict[str, list]:
-    return {name: [column[row] for row in rows] for name, column in batch.items()}
-
-
 async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps: int, eval_interval: int) -> None:
     """Train until the held-out accuracy reaches the target; write the model to `out`.
 
@@ -61,7 +58,7 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
         raise ValueError(
             f"{args.eval_prompt_data}: {len(heldout['tokens'])} problems do not fill one micro-batch per rank"
         )
-    heldout_shards = split_train_data_by_dp(args, select(heldout, list(range(whole))), dp_size=group.dp_size)
+    heldout_shards = split_train_data_by_dp(args, select_rows(heldout, range(whole)), dp_size=group.dp_size)
     tracker = init_tracking(args)
     order: list[int] = []
     epochs = itertools.count()
@@ -73,7 +70,7 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
                 random.Random(args.seed + next(epochs)).shuffle(epoch)
                 order += epoch
             rows, order = order[: args.global_batch_size], order[args.global_batch_size :]
-            shards = split_train_data_by_dp(args, select(train, rows), dp_size=group.dp_size)
+            shards = split_train_data_by_dp(args, select_rows(train, rows), dp_size=group.dp_size)
             metrics = await group.train_sft(step, shards)
             if step % eval_interval == 0 or step == max_steps:
                 log_probs = await group.compute_log_probs(heldout_shards)

@@ -51,7 +51,7 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
             count += size
     tokenizer = folder / "tokenizer.json"
     if tokenizer.exists():
-        highest = _highest_token_id(tokenizer)
+        highest = highest_token_id(tokenizer)
         if highest >= vocab_size:
             raise ValueError(
                 f"{tokenizer} does not fit the model: it has id {highest}, config.json has vocab_size {vocab_size}"
@@ -129,7 +129,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _highest_token_id(path: Path) -> int:
+def highest_token_id(path: Path) -> int:
+    """The highest id that a tokenizer.json gives, added tokens included; -1 where its vocabulary is empty.
+
+    Raises:
+        ValueError: it is damaged, or no tokenizer.
+    """
     tokenizer = read_json_object(path)
     try:
         vocabulary = tokenizer["model"]["vocab"]

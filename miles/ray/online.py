@@ -196,10 +196,6 @@ class OnlineTrainer:
         )
         self._tracker.log(iteration, "time", {"time/save_s": time.monotonic() - started})
 
-    async def export_hf(self, path: str) -> None:
-        """Write the actor as a Hugging Face folder."""
-        await self._actor.export_hf(path)
-
     async def engine_log_prob_difference(self, rollout_id: int) -> float:
         """Largest difference of the engine's and the actor's log-probs on a fresh rollout, same weights."""
         rollout = await self._manager.generate.remote(rollout_id)

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from miles.backends.sglang.client import EngineRefused, GenerateResult, SamplingParams, SGLangClient
@@ -119,12 +119,3 @@ def _fill(sample: Sample, result: GenerateResult) -> None:
     for span in result.weight_versions:
         if span.version not in sample.weight_versions:
             sample.weight_versions.append(span.version)
-
-
-def progress_bar(update: Callable[..., None]) -> Progress:
-    """Adapt `rich.progress.Progress.update` of one task: `progress_bar(partial(bar.update, task))`."""
-
-    def show(*, done: int, total: int, tokens: int) -> None:
-        update(completed=done, total=total, tokens=tokens)
-
-    return show

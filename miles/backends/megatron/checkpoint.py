@@ -31,12 +31,12 @@ from miles.backends.megatron.checkpoint_identity import (
     Identity,
     check_identity,
     find_checkpoint,
-    iteration_folder,
 )
 from miles.backends.megatron.parallel import ParallelState
 from miles.backends.megatron.shard_writer import InProcessSave
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME, read_checkpoint_manifest, write_checkpoint_manifest
 from miles.contracts.canonical import sha256_file
+from miles.contracts.chain import iteration_folder
 from miles.contracts.publish import publish_bytes, publish_folder, publish_json
 
 _HEAD_PREFIX = "output_layer."

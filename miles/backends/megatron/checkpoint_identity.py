@@ -76,10 +76,6 @@ class Identity:
             raise ValueError(f"{path}: damaged ({error})") from None
 
 
-def iteration_folder(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
-
-
 def find_checkpoint(path: str | Path) -> Path:
     """The iteration folder that `path` means: itself, or the one its `latest` file names.
 

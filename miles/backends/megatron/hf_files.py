@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from miles.config.hf_folder import INDEX_FILE, read_safetensors_header
 from miles.contracts.publish import publish_folder
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _DTYPES = {
     "F64": torch.float64,
@@ -46,7 +45,7 @@ class HFWeights:
         self._header: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._open: dict[Path, Any] = {}
         for path in self._weight_files():
-            for name, entry in _read_header(path).items():
+            for name, entry in read_safetensors_header(path).items():
                 dtype = _DTYPES.get(entry["dtype"])
                 if dtype is None:
                     raise ValueError(
@@ -105,26 +104,6 @@ class HFWeights:
             return self._open[path].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: tensor {name} cannot be read ({error})") from None
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """Header of a safetensors file: 8 bytes of length, JSON, then the data whose end the header names."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if len(prefix) < 8 or 8 + length > size:
-            raise ValueError(f"{path}: truncated: {size} bytes do not hold a safetensors header")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError):
-            raise ValueError(f"{path}: damaged: its safetensors header cannot be read") from None
-    if size != end:
-        state = "truncated" if size < end else "longer than its header says"
-        raise ValueError(f"{path}: {state}: {size} bytes, its header asks for {end}")
-    return header
 
 
 def plan_files(sizes: Iterable[tuple[str, int]], *, max_bytes: int) -> list[list[str]]:

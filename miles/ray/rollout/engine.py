@@ -38,10 +38,6 @@ class RolloutEngine:
             ) from None
         return self._server.url
 
-    def describe_exit(self) -> str | None:
-        """How the server ended, None while it runs."""
-        return None if self._server is None else self._server.describe_exit()
-
     def stop(self) -> None:
         """End the server."""
         if self._server is not None:

@@ -170,17 +170,9 @@ class RolloutManager:
 
     # ---------------------------------------------------------------- resuming
 
-    def state(self) -> dict[str, Any]:
-        """Where the prompt source stands."""
-        return self._prompts.state_dict()
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue the prompt source where `state` stood."""
         self._prompts.load_state_dict(state)
-
-    def num_prompts(self) -> int:
-        """Prompts of one epoch."""
-        return len(self._prompts)
 
 
 def _sample(row: PromptRow, *, index: int, group: int) -> Sample:
