@@ -51,8 +51,6 @@ def _backend(args: Args, entry: Entry) -> Iterator[str]:
     if args.train_backend != "megatron":
         program = "online training" if entry == "train" else "offline value pretraining"
         yield f"{program} currently requires --train-backend megatron, got {args.train_backend!r}"
-    if args.context_parallel_size != 1:
-        yield f"--context-parallel-size {args.context_parallel_size}: only 1 is supported"
 
 
 def _batch(args: Args, entry: Entry) -> Iterator[str]:

@@ -116,7 +116,7 @@ def _sharded_rng(parallel: ParallelState) -> ShardedObject:
         _rng_state(),
         (parallel.pp_size, parallel.tp_size),
         (parallel.pp_rank, parallel.tp_rank),
-        replica_id=parallel.dp_rank,
+        replica_id=parallel.replica_rank,
     )
 
 
@@ -183,7 +183,7 @@ def _checkpoint_bytes(state: TrainState) -> int:
     )
     total = torch.tensor([float(local)], dtype=torch.float64, device=next(state.model.parameters()).device)
     dist.all_reduce(total)
-    return int(total.item()) // state.parallel.dp_size
+    return int(total.item()) // (state.parallel.dp_size * state.parallel.cp_size)
 
 
 def verify_files(folder: Path, parallel: ParallelState) -> None:

@@ -47,6 +47,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
+        context_parallel_size=parallel.cp_size,
         sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -3,6 +3,7 @@ except that token log-probabilities are summed over the tensor-parallel group.""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,15 @@ from miles.backends.megatron.vocab_parallel import gather_columns, token_log_pro
 Result = tuple[torch.Tensor, dict[str, Any]]
 
 
+class TokenMean:
+    """The loss is a mean over the trainable tokens of the whole batch."""
+
+    def denominator(self, global_counts: Mapping[str, int]) -> float:
+        return global_counts["tokens"]
+
+
 @dataclass(frozen=True)
-class ValueObjective:
+class ValueObjective(TokenMean):
     """Value loss on given returns; see miles.algorithms.value_losses for the formulas."""
 
     loss_type: str
@@ -61,11 +69,15 @@ class ValueObjective:
 
     def read(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Values [T]."""
-        return value_from_logits(logits_TB=outputs, loss_type=self.loss_type, reward_range=self.reward_range)
+        return self._values(micro_batch.whole(outputs))
+
+    def _values(self, outputs_TB: torch.Tensor) -> torch.Tensor:
+        return value_from_logits(logits_TB=outputs_TB, loss_type=self.loss_type, reward_range=self.reward_range)
 
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         returns_T, mask_T = micro_batch.columns["returns"], micro_batch.mask_T
-        values_T = self.read(outputs, micro_batch)
+        outputs_TB = micro_batch.whole(outputs)
+        values_T = self._values(outputs_TB)
         if self.loss_type == "mse":
             loss_T, metrics = mse_value_loss(
                 values=values_T,
@@ -76,7 +88,7 @@ class ValueObjective:
             )
         else:
             loss_T, metrics = classification_value_loss(
-                logits_TB=outputs,
+                logits_TB=outputs_TB,
                 returns_T=returns_T,
                 loss_mask_T=mask_T,
                 reward_range=self.reward_range,
@@ -108,14 +120,18 @@ class TokenReader:
         self, outputs: torch.Tensor, micro_batch: MicroBatch, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = outputs if self.temperature == 1.0 else outputs.float() / self.temperature
-        return token_log_probs(
+        log_probs, entropy = token_log_probs(
             logits,
-            micro_batch.targets_T,
+            micro_batch.targets_L,
             vocab_size=self.vocab_size,
             rank=self.tp_rank,
             group=self.tp_group,
             with_entropy=with_entropy,
         )
+        if not with_entropy:
+            return micro_batch.whole(log_probs), torch.zeros_like(micro_batch.mask_T, dtype=torch.float32)
+        both_T2 = micro_batch.whole(torch.stack((log_probs, entropy), dim=1))
+        return both_T2[:, 0], both_T2[:, 1]
 
     def read(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Log-probabilities [T]."""
@@ -123,12 +139,12 @@ class TokenReader:
 
     def logits(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Logits [T, vocabulary] of all tensor-parallel ranks, without the vocabulary's padding."""
-        whole = gather_columns(outputs, group=self.tp_group)
-        return whole[:, : self.vocab_size]
+        columns = gather_columns(outputs, group=self.tp_group)
+        return micro_batch.whole(columns[:, : self.vocab_size])
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(TokenMean):
     """PPO's clipped surrogate minus `entropy_coef` times the entropy."""
 
     reader: TokenReader
@@ -158,7 +174,7 @@ class PolicyObjective:
 
 
 @dataclass(frozen=True)
-class LikelihoodObjective:
+class LikelihoodObjective(TokenMean):
     """Negative log-likelihood of the response tokens (supervised warm start)."""
 
     reader: TokenReader

@@ -16,7 +16,9 @@ from miles.backends.megatron.device import Device
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This rank's place in the tensor (tp), pipeline (pp) and data (dp) parallel grid.
+    """This rank's place in the tensor (tp), context (cp), data (dp) and pipeline (pp) parallel grid.
+
+    `dp_rank` counts shards of the batch: ranks that share sequences (cp) have one `dp_rank`.
 
     Passed to whoever needs it; nothing in miles fetches it from a global. Megatron's own modules keep their own copy.
     """
@@ -27,10 +29,13 @@ class ParallelState:
     tp_size: int
     pp_rank: int
     pp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
 
     @property
@@ -44,7 +49,12 @@ class ParallelState:
     @property
     def is_output_rank(self) -> bool:
         """Whether this rank reports results: one per data-parallel rank, on the last pipeline stage."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica_rank(self) -> int:
+        """Number of this copy of the weights: context- and data-parallel ranks hold the same ones."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def last_stage_global_rank(self) -> int:
@@ -53,21 +63,30 @@ class ParallelState:
 
     def layout(self) -> dict[str, int]:
         """The sizes alone, as a checkpoint records them."""
-        return {"tp": self.tp_size, "pp": self.pp_size, "dp": self.dp_size, "world_size": self.world_size}
+        return {
+            "tp": self.tp_size,
+            "pp": self.pp_size,
+            "cp": self.cp_size,
+            "dp": self.dp_size,
+            "world_size": self.world_size,
+        }
 
 
-def check_layout(*, world_size: int, tensor_size: int, pipeline_size: int, sequence_parallel: bool) -> None:
+def check_layout(
+    *, world_size: int, tensor_size: int, pipeline_size: int, context_size: int, sequence_parallel: bool
+) -> None:
     """Raise ValueError where `world_size` ranks cannot form the asked for layout."""
-    model_size = tensor_size * pipeline_size
-    if tensor_size < 1 or pipeline_size < 1:
-        raise ValueError(
-            f"tensor and pipeline parallel sizes must be at least 1, got {tensor_size} and {pipeline_size}"
-        )
-    if world_size % model_size:
-        raise ValueError(
-            f"{world_size} ranks cannot hold --tensor-model-parallel-size {tensor_size} x "
-            f"--pipeline-model-parallel-size {pipeline_size}: the product must divide the number of ranks"
-        )
+    sizes = {
+        "--tensor-model-parallel-size": tensor_size,
+        "--pipeline-model-parallel-size": pipeline_size,
+        "--context-parallel-size": context_size,
+    }
+    for flag, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{flag} must be at least 1, got {size}")
+    if world_size % (tensor_size * pipeline_size * context_size):
+        asked = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+        raise ValueError(f"{world_size} ranks cannot hold {asked}: the product must divide the number of ranks")
     if sequence_parallel and tensor_size == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
 
@@ -81,6 +100,7 @@ def initialize_parallel(
     master_port: int,
     tensor_size: int,
     pipeline_size: int,
+    context_size: int = 1,
     sequence_parallel: bool = False,
     seed: int = 1234,
     timeout_s: float = 600.0,
@@ -90,7 +110,7 @@ def initialize_parallel(
     Args:
         rank, world_size: This process in the training group.
         master_addr, master_port: Where rank 0 listens.
-        tensor_size, pipeline_size: Model parallel sizes; the rest of the ranks are data parallel.
+        tensor_size, pipeline_size, context_size: Sizes; the rest of the ranks are data parallel.
         seed: Seeds the generators of torch, NumPy, Python and Megatron's model parallelism, which checkpoints hold.
         timeout_s: Seconds after which a collective that a rank does not join fails.
 
@@ -101,6 +121,7 @@ def initialize_parallel(
         world_size=world_size,
         tensor_size=tensor_size,
         pipeline_size=pipeline_size,
+        context_size=context_size,
         sequence_parallel=sequence_parallel,
     )
     device.activate()
@@ -120,6 +141,7 @@ def initialize_parallel(
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
+        context_parallel_size=context_size,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     random.seed(seed)
@@ -128,6 +150,7 @@ def initialize_parallel(
     groups = {
         "tp_group": mpu.get_tensor_model_parallel_group(),
         "pp_group": mpu.get_pipeline_model_parallel_group(),
+        "cp_group": mpu.get_context_parallel_group(),
         "dp_group": mpu.get_data_parallel_group(),
     }
     return ParallelState(
@@ -137,6 +160,8 @@ def initialize_parallel(
         tp_size=tensor_size,
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         pp_size=pipeline_size,
+        cp_rank=mpu.get_context_parallel_rank(),
+        cp_size=context_size,
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         **cast(dict[str, dist.ProcessGroup], groups),

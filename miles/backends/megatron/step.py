@@ -23,9 +23,11 @@ from miles.backends.megatron.parallel import ParallelState
 
 Metrics = dict[str, Any]
 Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
-"""(outputs [T, width] of the response tokens, micro-batch) -> (summed loss, summed metrics)."""
+"""(outputs [L, width] of the response tokens that this rank predicts, micro-batch) -> (summed loss, summed metrics).
+
+The sums are over all T tokens of the micro-batch, on every context-parallel rank; see MicroBatch.whole."""
 Reader = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(outputs [T, width], micro-batch) -> numbers of each response token, [T] or [T, n]."""
+"""(outputs [L, width], micro-batch) -> numbers of each response token, [T] or [T, n]."""
 
 
 class Stepper:
@@ -59,6 +61,7 @@ class Stepper:
                 device=self.device,
                 packed=self.packed,
                 length_multiple=self._length_multiple,
+                context_group=self.parallel.cp_group if self.parallel.cp_size > 1 else None,
             )
 
     def _run(
@@ -100,7 +103,7 @@ class Stepper:
         objective: Objective,
         *,
         columns: Sequence[str],
-        denominator: int,
+        denominator: float,
         metric_names: Sequence[str],
     ) -> dict[str, float]:
         """Forward and backward over all micro-batches; gradients are left averaged and ready for the optimizer.
@@ -114,14 +117,15 @@ class Stepper:
             Metric sums over all micro-batches and data-parallel ranks, and "loss", the same on every rank.
         """
         assert denominator > 0, "the batch has no trainable token"
-        # Megatron averages over micro-batches and over data-parallel ranks; a sum over both is wanted.
+        # Megatron averages over micro-batches and over data-parallel ranks, and adds up over context-parallel ones; a
+        # sum over all is wanted, of which each context-parallel rank holds the gradient of its own tokens.
         scale = len(shard["micro_batches"]) * self.parallel.dp_size / denominator
 
         def on_output(micro_batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
             selected = _response_outputs(output, micro_batch)
             loss_sum, metrics = objective(selected, micro_batch)
-            # An empty micro-batch must still run the backward pass of the whole model.
-            loss = loss_sum * scale + output.sum() * 0.0 if not micro_batch.sample_indices else loss_sum * scale
+            # Without a token to predict this rank must still run the backward pass of the whole model.
+            loss = loss_sum * scale + output.sum() * 0.0 if not len(micro_batch.positions_L) else loss_sum * scale
             return loss, {**metrics, "loss": loss_sum.detach().double()}
 
         parts = self._run(shard, columns, on_output, forward_only=False)
@@ -171,8 +175,8 @@ class Stepper:
 
 
 def _response_outputs(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """[T, width]: the outputs that predict the response tokens, from the last stage's [rows, length, width]."""
-    return output.flatten(0, 1).index_select(0, micro_batch.positions_T)
+    """[L, width]: the outputs that predict response tokens, from the last stage's [rows, length, width]."""
+    return output.flatten(0, 1).index_select(0, micro_batch.positions_L)
 
 
 def _packed_params(micro_batch: MicroBatch) -> PackedSeqParams | None:

@@ -234,13 +234,13 @@ def gather_bucket(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Bring a bucket's weights together on global rank 0 as whole Hugging Face tensors; every rank must iterate.
 
-    Tensor-parallel parts are gathered on the stage that owns them, in the first data-parallel replica; the stage's
+    Tensor-parallel parts are gathered on the stage that owns them, in the first copy of the model; the stage's
     first rank sends the whole tensors to rank 0.
 
     Yields:
         (name, tensor) on rank 0 in the order of `bucket.metadata()`; nothing on other ranks.
     """
-    if parallel.dp_rank != 0:
+    if parallel.replica_rank != 0:
         return
     params = dict(model.named_parameters())
     for rule in bucket.rules:

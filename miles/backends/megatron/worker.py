@@ -42,7 +42,7 @@ class MegatronWorker:
     (see miles.data.batch) with two more keys: `micro_batches`, lists of row numbers of the shard, the same number of
     lists on every data-parallel rank; and `global_counts`, {"samples", "tokens"} summed over data-parallel ranks,
     where tokens counts the ones of the loss masks. Training methods return metrics on output ranks (last pipeline
-    stage, tensor rank 0) and None elsewhere; metrics are already reduced over the whole group.
+    stage, tensor and context rank 0) and None elsewhere; metrics are already reduced over the whole group.
     """
 
     def __init__(
@@ -62,8 +62,6 @@ class MegatronWorker:
             raise ValueError(f"unknown role {role!r}: expected actor, critic or sft")
         self.role: Literal["actor", "critic"] = "critic" if role == "critic" else "actor"
         self.args = args.for_role(self.role)
-        if self.args.context_parallel_size != 1:
-            raise ValueError("--context-parallel-size: only 1 is supported")
         if self.args.hf_checkpoint is None:
             raise ValueError("--hf-checkpoint is missing: it says what model to build")
         self.device = Device.from_args(self.args)
@@ -81,6 +79,7 @@ class MegatronWorker:
             master_port=master_port,
             tensor_size=self.args.tensor_model_parallel_size,
             pipeline_size=self.args.pipeline_model_parallel_size,
+            context_size=self.args.context_parallel_size,
             sequence_parallel=self.args.sequence_parallel,
             seed=self.args.seed,
         )
@@ -209,9 +208,10 @@ class MegatronWorker:
 
     # ---------------------------------------------------------------- training
 
-    def _optimizer_step(self, iteration: int, shard: Shard, objective: Any) -> Metrics | None:
+    def _accumulate(self, iteration: int, shard: Shard, objective: Any) -> Metrics:
+        """Leave the gradient of the whole batch's loss in the buffers; metric sums of the whole group."""
         assert self._train_stepper is not None, "init(forward_only=True) built no optimizer"
-        assert self.optimizer is not None and self.scheduler is not None
+        assert self.optimizer is not None
         if shard["global_counts"]["tokens"] < 1:
             raise ValueError(f"iteration {iteration}: the batch has no trainable token (every loss mask is zero)")
         self._wrapped.zero_grad_buffer()
@@ -220,13 +220,18 @@ class MegatronWorker:
             shard,
             objective,
             columns=objective.columns,
-            denominator=shard["global_counts"]["tokens"],
+            denominator=objective.denominator(shard["global_counts"]),
             metric_names=objective.metric_names,
         )
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(
                 f"{self.role} loss is {metrics['loss']} at iteration {iteration}; nothing was updated"
             )
+        return metrics
+
+    def _optimizer_step(self, iteration: int, shard: Shard, objective: Any) -> Metrics | None:
+        metrics = self._accumulate(iteration, shard, objective)
+        assert self.optimizer is not None and self.scheduler is not None
         self.scheduler.step(1)
         outcome = self.optimizer.step()
         assert outcome is not None
@@ -256,17 +261,8 @@ class MegatronWorker:
             loss, policy_loss, entropy, approx_kl, clip_fraction (token means), ratio_max, ratio_min, tokens,
             grad_norm, lr.
         """
-        from miles.backends.megatron.objectives import PolicyObjective
-
         self._require_actor("train_policy")
-        args = self.args
-        objective = PolicyObjective(
-            reader=self._token_reader(self._sampling_temperature()),
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip_high if args.eps_clip_high is not None else args.eps_clip,
-            entropy_coef=args.entropy_coef,
-        )
-        return self._optimizer_step(iteration, shard, objective)
+        return self._optimizer_step(iteration, shard, self._policy_objective())
 
     def train_sft(self, iteration: int, shard: Shard) -> Metrics | None:
         """One update on the log-likelihood of the response tokens that the loss mask selects.
@@ -274,10 +270,8 @@ class MegatronWorker:
         Returns:
             sft_loss (token mean), tokens, grad_norm, lr.
         """
-        from miles.backends.megatron.objectives import LikelihoodObjective
-
         self._require_actor("train_sft")
-        return self._optimizer_step(iteration, shard, LikelihoodObjective(reader=self._token_reader(1.0)))
+        return self._optimizer_step(iteration, shard, self._likelihood_objective())
 
     # ---------------------------------------------------------------- reading
 
@@ -315,7 +309,6 @@ class MegatronWorker:
             values=[values[index].tolist() for index in indices],
             returns=shard["returns"],
             loss_masks=shard["loss_masks"],
-            reward_range=self.args.value_reward_range,
         )
 
     # ---------------------------------------------------------------- saving
@@ -444,6 +437,22 @@ class MegatronWorker:
         from miles.backends.megatron.objectives import ValueObjective
 
         return ValueObjective.from_args(self.args, clipped=clipped)
+
+    def _policy_objective(self) -> Any:
+        from miles.backends.megatron.objectives import PolicyObjective
+
+        args = self.args
+        return PolicyObjective(
+            reader=self._token_reader(self._sampling_temperature()),
+            eps_clip=args.eps_clip,
+            eps_clip_high=args.eps_clip_high if args.eps_clip_high is not None else args.eps_clip,
+            entropy_coef=args.entropy_coef,
+        )
+
+    def _likelihood_objective(self) -> Any:
+        from miles.backends.megatron.objectives import LikelihoodObjective
+
+        return LikelihoodObjective(reader=self._token_reader(1.0))
 
     def _token_reader(self, temperature: float) -> Any:
         from miles.backends.megatron.objectives import TokenReader

@@ -29,7 +29,6 @@ def test_least_settings_break_no_rule(online: dict[str, Any], offline: dict[str,
 
 ONLINE: list[tuple[dict[str, Any], str]] = [
     ({"train_backend": "fsdp"}, "online training currently requires --train-backend megatron, got 'fsdp'"),
-    ({"context_parallel_size": 2, "actor_num_gpus_per_node": 2}, "--context-parallel-size 2: only 1 is supported"),
     ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
     ({"max_tokens_per_gpu": 99}, "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"),
     (
