@@ -16,7 +16,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from miles.contracts.publish import publish_bytes
 from miles.contracts.value_report import (
     CALIBRATION_BINS,
     GATE_CRITERIA,
+    POSITION_BINS,
     VALUE_EVAL_REPORT_SCHEMA,
     WEIGHTINGS,
     ValueEvalStats,
     bias_gate,
     calibration_table,
     gate_metrics,
+    position_groups,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ __all__ = [
     "build_batch_report",
     "build_eval_report",
     "build_rank_report",
-    "combine_rank_calibration",
     "combine_rank_stats",
     "gate_metrics",
     "raise_if_gate_failed",
@@ -52,6 +53,12 @@ __all__ = [
     "select_mixed_label_batches",
     "write_eval_report",
 ]
+
+
+WORST_TRAJECTORIES = 10
+"""Rows with the largest residual, which a report shows with their tokens."""
+WORST_PROMPT_TOKENS, WORST_RESPONSE_TOKENS = 64, 512
+"""Of each of them, at most so many tokens: the last."""
 
 
 def scalar_active_label(sample: ValueSample) -> float:
@@ -132,24 +139,22 @@ def build_rank_report(
     values: Sequence[Sequence[float]],
     returns: Sequence[Sequence[float]],
     loss_masks: Sequence[Sequence[int]],
-    reward_range: Sequence[float],
 ) -> dict[str, Any]:
-    """Sum one data-parallel rank's predictions into the report of formulas A6.5, in float64.
+    """Sum one data-parallel rank's predictions into the report of formulas A6.5, exactly.
 
     Args:
         values: predicted value per response token, one sequence per row (lists, or 1-D arrays on the CPU).
         returns, loss_masks: the same shape; only tokens with a mask of 1 are looked at.
-        reward_range: [LOW, HIGH], the range the calibration bins divide.
 
     Returns:
-        dp_rank, sample_indices, token_weighted and trajectory_weighted statistics, and `calibration`: for each
-        weighting the ten bins' n, value_sum and return_sum. A prediction outside the range falls in an end bin.
+        dp_rank, sample_indices, token_weighted and trajectory_weighted statistics, `sum_tails` (what these lack of
+        the exact sums, see `ValueEvalStats`), and `values`: each row's predictions, None where the mask is 0.
 
     Raises:
         ValueError: an active prediction is not finite, or a row's active returns differ.
     """
-    low, high = float(reward_range[0]), float(reward_range[1])
     targets: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in WEIGHTINGS}
+    predictions: list[list[float | None]] = []
     for index, row_values, row_returns, row_mask in zip(sample_indices, values, returns, loss_masks, strict=True):
         rows = zip(row_values, row_returns, row_mask, strict=True)
         active = [(float(v), float(r)) for v, r, m in rows if m]
@@ -162,27 +167,26 @@ def build_rank_report(
         labels = {r for _, r in active}
         if len(labels) != 1:
             raise ValueError(f"sample index {index}: must have one scalar active label, got {len(labels)}")
+        predictions.append([float(v) if m else None for v, m in zip(row_values, row_mask, strict=True)])
         for v, r in active:
             targets["token_weighted"][0].append(v)
             targets["token_weighted"][1].append(r)
-        targets["trajectory_weighted"][0].append(math.fsum(v for v, _ in active) / len(active))
+        targets["trajectory_weighted"][0].append(_mean_prediction(predictions[-1]))
         targets["trajectory_weighted"][1].append(labels.pop())
-    report: dict[str, Any] = {"dp_rank": dp_rank, "sample_indices": [int(index) for index in sample_indices]}
-    report["calibration"] = {}
-    for name, (predicted, wanted) in targets.items():
-        report[name] = asdict(ValueEvalStats.from_values(returns=wanted, values=predicted))
-        bins: list[tuple[list[float], list[float]]] = [([], []) for _ in range(CALIBRATION_BINS)]
-        for v, r in zip(predicted, wanted, strict=True):
-            place = int((v - low) / (high - low) * CALIBRATION_BINS)
-            into = bins[min(max(place, 0), CALIBRATION_BINS - 1)]
-            into[0].append(v)
-            into[1].append(r)
-        report["calibration"][name] = {
-            "n": [len(v) for v, _ in bins],
-            "value_sum": [math.fsum(v) for v, _ in bins],
-            "return_sum": [math.fsum(r) for _, r in bins],
-        }
-    return report
+    stats = {name: ValueEvalStats.from_values(returns=wanted, values=v) for name, (v, wanted) in targets.items()}
+    return {
+        "dp_rank": dp_rank,
+        "sample_indices": [int(index) for index in sample_indices],
+        **{name: asdict(part) for name, part in stats.items()},
+        "sum_tails": {name: part.tails() for name, part in stats.items()},
+        "values": predictions,
+    }
+
+
+def _mean_prediction(values: Sequence[float | None]) -> float:
+    """A row's one prediction: the mean over its active tokens (formulas A6.5)."""
+    active = [v for v in values if v is not None]
+    return math.fsum(active) / len(active)
 
 
 def _reports_in_rank_order(
@@ -236,7 +240,12 @@ def combine_rank_stats(
             f"missing {missing[:8]}, unexpected {extra[:8]}"
         )
     total = ValueEvalStats.total(
-        [ValueEvalStats.from_mapping(report if stats_field is None else report.get(stats_field)) for report in ordered]
+        [
+            ValueEvalStats.from_mapping(report)
+            if stats_field is None
+            else ValueEvalStats.from_mapping(report.get(stats_field), report.get("sum_tails", {}).get(stats_field))
+            for report in ordered
+        ]
     )
     if expected_active_targets is not None and total.n != expected_active_targets:
         raise RuntimeError(
@@ -246,33 +255,82 @@ def combine_rank_stats(
     return total
 
 
-def combine_rank_calibration(
-    reports: Sequence[Mapping[str, Any] | None], *, expected_dp_size: int
-) -> dict[str, dict[str, list[float]]]:
-    """Sum the per-bin calibration sums of `build_rank_report` over ranks.
+@dataclass(frozen=True)
+class _Row:
+    """One evaluated row: its label, and a prediction per response token (None where the mask is 0)."""
 
-    Raises:
-        RuntimeError: a rank is missing, or its report carries no calibration.
-    """
-    ordered = _reports_in_rank_order(reports, expected_dp_size=expected_dp_size)
-    for report in ordered:
-        if "calibration" not in report:
-            raise RuntimeError(
-                f"critic evaluation rank {report['dp_rank']} sent no calibration; "
-                "build rank reports with miles.value_evaluation.build_rank_report"
-            )
-    return _sum_calibration([report["calibration"] for report in ordered])
+    batch: int
+    index: int
+    label: float
+    values: Sequence[float | None]
+    mean: float
+
+    @property
+    def residual(self) -> float:
+        return self.label - self.mean
 
 
-def _sum_calibration(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    return {
-        name: {
-            "n": [sum(part[name]["n"][i] for part in parts) for i in range(CALIBRATION_BINS)],
-            "value_sum": [math.fsum(part[name]["value_sum"][i] for part in parts) for i in range(CALIBRATION_BINS)],
-            "return_sum": [math.fsum(part[name]["return_sum"][i] for part in parts) for i in range(CALIBRATION_BINS)],
+class _Binned:
+    """Sums of predictions and returns by bin, each rounded once."""
+
+    def __init__(self, bins: int) -> None:
+        self._bins: list[tuple[list[float], list[float]]] = [([], []) for _ in range(bins)]
+
+    def add(self, place: int, value: float, label: float) -> None:
+        values, labels = self._bins[min(max(place, 0), len(self._bins) - 1)]
+        values.append(value)
+        labels.append(label)
+
+    def sums(self) -> dict[str, list[Any]]:
+        return {
+            "n": [len(values) for values, _ in self._bins],
+            "value_sum": [math.fsum(values) for values, _ in self._bins],
+            "return_sum": [math.fsum(labels) for _, labels in self._bins],
         }
-        for name in WEIGHTINGS
+
+
+def _add_sums(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[Any]]:
+    return {
+        "n": [sum(column) for column in zip(*(part["n"] for part in parts), strict=True)],
+        "value_sum": [math.fsum(column) for column in zip(*(part["value_sum"] for part in parts), strict=True)],
+        "return_sum": [math.fsum(column) for column in zip(*(part["return_sum"] for part in parts), strict=True)],
     }
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """What a batch adds to the report beside its entry; made from rows in the order of the plan, never by rank."""
+
+    stats: dict[str, ValueEvalStats]
+    calibration: dict[str, dict[str, list[Any]]]
+    positions: dict[float, dict[str, list[Any]]]
+    worst: list[_Row]
+
+
+def _detail(rows: Sequence[_Row], *, stats: dict[str, ValueEvalStats], low: float, high: float) -> _Detail:
+    calibration = {name: _Binned(CALIBRATION_BINS) for name in WEIGHTINGS}
+    positions: dict[float, _Binned] = {}
+
+    def bin_of(value: float) -> int:
+        return int((value - low) / (high - low) * CALIBRATION_BINS)
+
+    for row in rows:
+        calibration["trajectory_weighted"].add(bin_of(row.mean), row.mean, row.label)
+        along = positions.setdefault(row.label, _Binned(POSITION_BINS))
+        for place, value in enumerate(row.values):
+            if value is not None:
+                calibration["token_weighted"].add(bin_of(value), value, row.label)
+                along.add(int((place + 0.5) / len(row.values) * POSITION_BINS), value, row.label)
+    return _Detail(
+        stats=stats,
+        calibration={name: binned.sums() for name, binned in calibration.items()},
+        positions={label: binned.sums() for label, binned in sorted(positions.items())},
+        worst=_worst(rows),
+    )
+
+
+def _worst(rows: Sequence[_Row]) -> list[_Row]:
+    return sorted(rows, key=lambda row: (-abs(row.residual), row.index))[:WORST_TRAJECTORIES]
 
 
 def build_batch_report(
@@ -296,25 +354,74 @@ def build_batch_report(
     """
     samples = [dataset.get(index) for index in indices]
     active = sum(sum(sample.loss_mask) for sample in samples)
-    labels = Counter(scalar_active_label(sample) for sample in samples)
-    report: dict[str, Any] = {
-        "batch": number,
-        "sample_indices": list(indices),
-        "sample_ids": [sample.sample_id for sample in samples],
-        "label_counts": {format(label, ".17g"): count for label, count in sorted(labels.items())},
-        "expected_active_targets": active,
-        "calibration": combine_rank_calibration(rank_reports, expected_dp_size=dp_size),
-    }
-    for name, targets in (("trajectory_weighted", len(indices)), ("token_weighted", active)):
-        stats = combine_rank_stats(
+    labels = [scalar_active_label(sample) for sample in samples]
+    stats = {
+        name: combine_rank_stats(
             rank_reports,
             expected_dp_size=dp_size,
             expected_sample_indices=indices,
             stats_field=name,
             expected_active_targets=targets,
         )
-        report[name] = {"sufficient_stats": asdict(stats), "metrics": stats.metrics()}
-    return report
+        for name, targets in (("trajectory_weighted", len(indices)), ("token_weighted", active))
+    }
+    values: dict[int, list[float | None]] = {}
+    for report in _reports_in_rank_order(rank_reports, expected_dp_size=dp_size):
+        if "values" not in report:
+            raise RuntimeError(
+                f"critic evaluation rank {report['dp_rank']} sent no values; "
+                "build rank reports with miles.value_evaluation.build_rank_report"
+            )
+        values |= dict(zip(report["sample_indices"], report["values"], strict=True))
+    rows = [
+        _Row(number, index, label, values[index], _mean_prediction(values[index]))
+        for index, label in zip(indices, labels, strict=True)
+    ]
+    objective = dataset.objective
+    return {
+        "batch": number,
+        "sample_indices": list(indices),
+        "sample_ids": [sample.sample_id for sample in samples],
+        "label_counts": {format(label, ".17g"): count for label, count in sorted(Counter(labels).items())},
+        "expected_active_targets": active,
+        **{name: {"sufficient_stats": asdict(part), "metrics": part.metrics()} for name, part in stats.items()},
+        _DETAIL: _detail(rows, stats=stats, low=objective.reward_low, high=objective.reward_high),
+    }
+
+
+_DETAIL = "detail"
+"""Key of a batch's entry that does not reach the report as it is."""
+
+
+def _position_curves(parts: Sequence[Mapping[float, dict[str, list[Any]]]]) -> dict[str, Any]:
+    """Mean prediction along the response, in equal parts of each response's length, by group of returns."""
+    groups = []
+    for name, labels in position_groups([label for part in parts for label in part]):
+        sums = _add_sums([part[label] for part in parts for label in labels if label in part])
+        pairs = zip(sums["n"], sums["value_sum"], strict=True)
+        means = [total / n if n else None for n, total in pairs]
+        groups.append({"name": name, "labels": labels, "n": sums["n"], "mean_value": means})
+    return {"bins": POSITION_BINS, "groups": groups}
+
+
+def _shown(row: _Row, dataset: ValuePretrainDataset) -> dict[str, Any]:
+    """A row as the report shows it: the end of its prompt and of its response, a value per response token."""
+    sample = dataset.get(row.index)
+    prompt = sample.tokens[: -sample.response_length]
+    first = max(0, sample.response_length - WORST_RESPONSE_TOKENS)
+    return {
+        "batch": row.batch,
+        "sample_index": row.index,
+        "sample_id": sample.sample_id,
+        "label": row.label,
+        "mean_value": row.mean,
+        "residual": row.residual,
+        "response_length": sample.response_length,
+        "first_response_token": first,
+        "prompt_tokens": list(prompt[-WORST_PROMPT_TOKENS:]),
+        "tokens": list(sample.tokens[len(prompt) + first :]),
+        "values": list(row.values[first:]),
+    }
 
 
 def build_eval_report(
@@ -333,14 +440,19 @@ def build_eval_report(
     batches: Sequence[Mapping[str, Any]],
     max_bias: float | None = None,
 ) -> dict[str, Any]:
-    """Assemble the whole evaluation report (formulas A6.6), with bias, calibration and a seal added.
+    """Assemble the whole evaluation report (formulas A6.6), with our additions and a seal.
+
+    Added are bias, calibration, predictions along the response, the trajectories with the largest residuals (their
+    tokens too, so that the report can be drawn without the data), and `sum_tails`, with which the published sums are
+    exact.
 
     Args:
         checkpoint: the critic folder that was evaluated (`--critic-load`).
         batches: entries of `build_batch_report`, in order.
         max_bias: `--value-gate-max-bias`; None leaves bias out of the gate, though not out of the report.
     """
-    judged = {name: gate_metrics([batch[name] for batch in batches]) for name in WEIGHTINGS}
+    details: list[_Detail] = [batch[_DETAIL] for batch in batches]
+    judged = {name: gate_metrics([detail.stats[name] for detail in details]) for name in WEIGHTINGS}
     aggregates = {name: aggregate for name, (aggregate, _) in judged.items()}
     verdicts = {name: dict(verdict) for name, (_, verdict) in judged.items()}
     metrics = {name: verdict.pop("aggregate_metrics") for name, verdict in verdicts.items()}
@@ -354,7 +466,7 @@ def build_eval_report(
     checkpoint = Path(checkpoint).resolve()
     files = checkpoint / f"iter_{loaded_iteration:07d}" / CHECKPOINT_MANIFEST_NAME
     objective = manifest.objective
-    calibration = _sum_calibration([batch["calibration"] for batch in batches])
+    calibration = {name: _add_sums([detail.calibration[name] for detail in details]) for name in WEIGHTINGS}
     return sealed(
         {
             "schema": VALUE_EVAL_REPORT_SCHEMA,
@@ -388,7 +500,7 @@ def build_eval_report(
                 "disjoint_rows": True,
                 "mixed_label_batches": True,
             },
-            "batches": [{key: value for key, value in batch.items() if key != "calibration"} for batch in batches],
+            "batches": [{key: value for key, value in batch.items() if key != _DETAIL} for batch in batches],
             "aggregate": {
                 name: {"sufficient_stats": asdict(aggregates[name]), "metrics": metrics[name]} for name in WEIGHTINGS
             },
@@ -397,6 +509,11 @@ def build_eval_report(
                 name: calibration_table(calibration[name], low=objective.reward_low, high=objective.reward_high)
                 for name in WEIGHTINGS
             },
+            "positions": _position_curves([detail.positions for detail in details]),
+            "worst_trajectories": [
+                _shown(row, dataset) for row in _worst([row for detail in details for row in detail.worst])
+            ],
+            "sum_tails": [{name: detail.stats[name].tails() for name in WEIGHTINGS} for detail in details],
             "gate": gate,
         }
     )

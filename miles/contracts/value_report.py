@@ -7,10 +7,11 @@ model. `miles.value_evaluation` exports the names that programs import.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 
 from miles.contracts.canonical import check_seal, require_finite, require_int, require_sha256, require_text
 
@@ -18,6 +19,7 @@ VALUE_EVAL_REPORT_SCHEMA = "miles.value-pretrain-eval.v2"
 WEIGHTINGS = ("trajectory_weighted", "token_weighted")
 MIN_TARGET_VARIANCE = 1e-8
 CALIBRATION_BINS = 10
+POSITION_BINS = 20
 
 GATE_CRITERIA = {
     "trajectory_weighted_aggregate_explained_variance": "> 0",
@@ -29,21 +31,51 @@ GATE_CRITERIA = {
 _SUMS = ("returns_sum", "returns_sq_sum", "residual_sum", "residual_sq_sum")
 
 
-def _variance(*, n: int, total: float, squares: float) -> float:
-    """Return E[x^2] - E[x]^2 from sums, in exact arithmetic so that only the sums themselves are rounded."""
-    exact = (n * Fraction(squares) - Fraction(total) ** 2) / n**2
-    variance = float(exact)
-    if variance >= 0.0:
-        return variance
+def _exact_sum(values: Iterable[float]) -> Fraction:
+    """Return the sum of float64 numbers without any rounding.
+
+    `math.fsum` rounds the exact sum once; asked again for what is left, it gives the rest, in two or three passes.
+    """
+    values, total, parts = list(values), Fraction(0), list[float]()
+    try:
+        while (part := math.fsum(chain(values, (-p for p in parts)))) != 0.0:
+            parts.append(part)
+            total += Fraction(part)
+    except (OverflowError, ValueError):
+        raise ValueError("value statistics: a sum is not finite") from None
+    return total
+
+
+def _exact_squares(values: Iterable[float]) -> Iterable[float]:
+    """Yield two floats per value whose sum is its square exactly (Dekker's product on Veltkamp's halves)."""
+    for x in values:
+        square = x * x
+        shifted = 134217729.0 * x  # 2^27 + 1
+        high = shifted - (shifted - x)
+        low = x - high
+        yield square
+        yield ((high * high - square) + 2.0 * high * low) + low * low
+
+
+def _variance(*, n: int, total: Fraction, squares: Fraction) -> float:
+    """Return E[x^2] - E[x]^2 from sums, in exact arithmetic so that only the sums themselves may be rounded."""
+    exact = float((n * squares - total**2) / n**2)
+    if exact >= 0.0:
+        return exact
     # Rounding of the sum of squares is at most n * 2^-52 of it, hence 2^-52 * squares after division by n.
-    if variance > -(1e-12 + 2.0**-52 * squares):
+    if exact > -(1e-12 + 2.0**-52 * float(squares)):
         return 0.0
-    raise ValueError(f"sufficient statistics contradict each other: variance {variance} is negative")
+    raise ValueError(f"sufficient statistics contradict each other: variance {exact} is negative")
 
 
 @dataclass(frozen=True)
 class ValueEvalStats:
-    """Additive sufficient statistics over active targets, float64; residual = return - value (formulas A6.1)."""
+    """Additive sufficient statistics over active targets, float64; residual = return - value (formulas A6.1).
+
+    Five float64 fields cannot hold returns far from zero: at 1e4 the square sum alone moves a variance by 1e-8. So
+    statistics made from values keep their sums as exact fractions behind the fields, which are those rounded once.
+    Sums, and every figure made from them, are then the same in any order and on any layout, with nothing cancelled.
+    """
 
     n: int
     returns_sum: float
@@ -51,9 +83,22 @@ class ValueEvalStats:
     residual_sum: float
     residual_sq_sum: float
 
+    _exact: ClassVar[tuple[Fraction, ...] | None] = None
+
     @classmethod
-    def from_mapping(cls, raw: object) -> ValueEvalStats:
+    def from_exact(cls, n: int, sums: Sequence[Fraction]) -> ValueEvalStats:
+        """Build from exact sums, in the order of the fields."""
+        stats = cls(n, *map(float, sums))
+        # Not a field: programs compare and serialize five.
+        object.__setattr__(stats, "_exact", tuple(sums))
+        return stats
+
+    @classmethod
+    def from_mapping(cls, raw: object, tails: object = None) -> ValueEvalStats:
         """Build from a mapping with the five fields; other keys are left alone.
+
+        Args:
+            tails: what `tails` returned, for exact sums.
 
         Raises:
             ValueError: `n` is not an int of at least 1, or a sum is not a finite number.
@@ -61,33 +106,51 @@ class ValueEvalStats:
         if not isinstance(raw, Mapping):
             raise ValueError(f"value statistics must be a mapping, got {type(raw).__name__}")
         n = require_int(raw.get("n"), field="value statistics n", minimum=1)
-        return cls(n, *(require_finite(raw.get(name), field=f"value statistics {name}") for name in _SUMS))
+        sums = [require_finite(raw.get(name), field=f"value statistics {name}") for name in _SUMS]
+        if tails is None:
+            return cls(n, *sums)
+        if not isinstance(tails, Mapping) or set(tails) != set(_SUMS):
+            raise ValueError(f"value statistics tails must be lists named {', '.join(_SUMS)}")
+        exact = []
+        for name, rounded in zip(_SUMS, sums, strict=True):
+            rest = [Fraction(require_finite(x, field=f"value statistics tails {name}")) for x in tails[name]]
+            exact.append(sum(rest, Fraction(rounded)))
+            if float(exact[-1]) != rounded:
+                raise ValueError(
+                    f"value statistics {name} is {rounded!r}, its exact sum rounds to {float(exact[-1])!r}"
+                )
+        return cls.from_exact(n, exact)
 
     @classmethod
     def from_values(cls, *, returns: Sequence[float], values: Sequence[float]) -> ValueEvalStats:
-        """Sum over active targets given as equal-length sequences, with exactly rounded float64 sums."""
-        residuals = [r - v for r, v in zip(returns, values, strict=True)]
-        return cls(
-            n=len(residuals),
-            returns_sum=math.fsum(returns),
-            returns_sq_sum=math.fsum(r * r for r in returns),
-            residual_sum=math.fsum(residuals),
-            residual_sq_sum=math.fsum(e * e for e in residuals),
-        )
+        """Sum over active targets given as equal-length sequences, exactly; a residual is a float64 difference."""
+        wanted = [float(r) for r in returns]
+        residuals = [r - float(v) for r, v in zip(wanted, values, strict=True)]
+        pairs = ((xs, _exact_squares(xs)) for xs in (wanted, residuals))
+        return cls.from_exact(len(residuals), [_exact_sum(xs) for pair in pairs for xs in pair])
 
     @classmethod
     def total(cls, parts: Sequence[ValueEvalStats]) -> ValueEvalStats:
         """Return the sum of `parts`; each sum is rounded once, whatever the order of the parts."""
-        return cls(
-            n=sum(part.n for part in parts),
-            returns_sum=math.fsum(part.returns_sum for part in parts),
-            returns_sq_sum=math.fsum(part.returns_sq_sum for part in parts),
-            residual_sum=math.fsum(part.residual_sum for part in parts),
-            residual_sq_sum=math.fsum(part.residual_sq_sum for part in parts),
-        )
+        columns = zip(*(part.sums() for part in parts), strict=True)
+        return cls.from_exact(sum(part.n for part in parts), [sum(column, Fraction(0)) for column in columns])
 
     def __add__(self, other: ValueEvalStats) -> ValueEvalStats:
         return ValueEvalStats.total((self, other))
+
+    def sums(self) -> tuple[Fraction, ...]:
+        """Return the four sums as fractions: exact ones where known, else the fields."""
+        return self._exact or tuple(Fraction(getattr(self, name)) for name in _SUMS)
+
+    def tails(self) -> dict[str, list[float]]:
+        """Return what the four fields lack of their exact sums, each as floats to add, for `from_mapping`."""
+        found: dict[str, list[float]] = {}
+        for name, exact in zip(_SUMS, self.sums(), strict=True):
+            rest, found[name] = exact - Fraction(getattr(self, name)), []
+            while part := float(rest):
+                found[name].append(part)
+                rest -= Fraction(part)
+        return found
 
     def metrics(self) -> dict[str, float | int]:
         """Return the six figures of A6.1; EV = 1 - Var(residual) / Var(return).
@@ -97,8 +160,9 @@ class ValueEvalStats:
         """
         if self.n <= 1:
             raise ValueError("explained variance requires at least two active targets")
-        target_variance = _variance(n=self.n, total=self.returns_sum, squares=self.returns_sq_sum)
-        residual_variance = _variance(n=self.n, total=self.residual_sum, squares=self.residual_sq_sum)
+        returns_sum, returns_sq_sum, residual_sum, residual_sq_sum = self.sums()
+        target_variance = _variance(n=self.n, total=returns_sum, squares=returns_sq_sum)
+        residual_variance = _variance(n=self.n, total=residual_sum, squares=residual_sq_sum)
         if target_variance <= MIN_TARGET_VARIANCE:
             raise ValueError(
                 "critic evaluation batch has zero target variance; explained variance is undefined "
@@ -106,18 +170,19 @@ class ValueEvalStats:
             )
         return {
             "active_targets": self.n,
-            "target_mean": self.returns_sum / self.n,
+            "target_mean": float(returns_sum / self.n),
             "target_variance": target_variance,
-            "residual_mean": self.residual_sum / self.n,
+            "residual_mean": float(residual_sum / self.n),
             "residual_variance": residual_variance,
             "explained_variance": 1.0 - residual_variance / target_variance,
         }
 
     def bias_metrics(self) -> dict[str, float]:
         """Return what EV cannot see: mean residual, mean squared error, R^2 = 1 - MSE / Var(return)."""
-        mean_squared_error = self.residual_sq_sum / self.n
+        _, _, residual_sum, residual_sq_sum = self.sums()
+        mean_squared_error = float(residual_sq_sum / self.n)
         return {
-            "mean_residual": self.residual_sum / self.n,
+            "mean_residual": float(residual_sum / self.n),
             "mean_squared_error": mean_squared_error,
             "r_squared": 1.0 - mean_squared_error / float(self.metrics()["target_variance"]),
         }
@@ -194,10 +259,23 @@ def calibration_table(
     return rows
 
 
+def position_groups(labels: Sequence[float]) -> list[tuple[str, list[float]]]:
+    """Return (name, labels) of the groups whose predictions are followed along the response.
+
+    Up to four labels stand for themselves; more are halved at the middle of their range.
+    """
+    distinct = sorted(set(labels))
+    if len(distinct) <= 4:
+        return [(f"return {label:g}", [label]) for label in distinct]
+    middle = (distinct[0] + distinct[-1]) / 2
+    low, high = [x for x in distinct if x <= middle], [x for x in distinct if x > middle]
+    return [(f"return {part[0]:g} to {part[-1]:g}", part) for part in (low, high)]
+
+
 _REPORT_KEYS = {
     "schema", "passed", "manifest", "checkpoint", "execution", "batch_plan", "batches", "aggregate", "gate"
 }  # fmt: skip
-_OUR_REPORT_KEYS = {"bias", "calibration", "seal_sha256"}
+_OUR_REPORT_KEYS = {"bias", "calibration", "positions", "seal_sha256", "sum_tails", "worst_trajectories"}
 
 
 def _same(actual: object, expected: object, *, field: str) -> None:
@@ -218,16 +296,20 @@ def _object(parent: Mapping[str, Any], key: str, *, field: str = "") -> dict[str
     return value
 
 
-def _check_figures(section: Mapping[str, Any], *, field: str) -> ValueEvalStats:
+def _check_figures(section: Mapping[str, Any], *, field: str, tails: object = None) -> ValueEvalStats:
     figures = _object(section, "metrics", field=f"{field}.")
     try:
-        stats = ValueEvalStats.from_mapping(section.get("sufficient_stats"))
+        stats = ValueEvalStats.from_mapping(section.get("sufficient_stats"), tails)
         expected = stats.metrics()
     except ValueError as error:
         raise ValueError(f"report.{field}: {error}") from error
     _same(sorted(figures), sorted(expected), field=f"{field}.metrics keys")
+    # A report of another program has rounded sums only; a variance made from them is off by what they lost.
+    lost = 0.0 if tails is not None else 2.0**-51 * max(stats.returns_sq_sum, stats.residual_sq_sum) / stats.n
+    slack = {"target_variance": lost, "residual_variance": lost}
+    slack["explained_variance"] = lost / expected["target_variance"] * (2.0 - float(expected["explained_variance"]))
     for name, value in expected.items():
-        _close(figures[name], float(value), field=f"{field}.metrics.{name}")
+        _close(figures[name], float(value), field=f"{field}.metrics.{name}", abs_tol=1e-12 + slack.get(name, 0.0))
     return stats
 
 
@@ -245,10 +327,39 @@ def _check_calibration(rows: object, aggregate: ValueEvalStats, *, field: str) -
         _close(total, expected, field=f"{field} {name} total", abs_tol=1e-9 * scale)
 
 
+def _check_positions(positions: object, aggregate: ValueEvalStats) -> None:
+    if not isinstance(positions, dict) or not isinstance(positions.get("groups"), list):
+        raise ValueError("report.positions must be an object with groups")
+    targets, values = 0, []
+    for group in positions["groups"]:
+        for name in ("n", "mean_value"):
+            _same(len(group[name]), positions.get("bins"), field=f"positions {name} length")
+        filled = [(n, mean) for n, mean in zip(group["n"], group["mean_value"], strict=True) if n]
+        targets += sum(n for n, _ in filled)
+        values += [n * mean for n, mean in filled]
+    _same(targets, aggregate.n, field="positions targets")
+    expected = aggregate.returns_sum - aggregate.residual_sum
+    slack = 1e-9 * (aggregate.n + abs(aggregate.returns_sum) + abs(aggregate.residual_sum))
+    _close(math.fsum(values), expected, field="positions mean_value total", abs_tol=slack)
+
+
+def _check_worst(rows: object, owners: Mapping[int, tuple[int, str]]) -> None:
+    if not isinstance(rows, list):
+        raise ValueError("report.worst_trajectories must be a list")
+    for number, row in enumerate(rows):
+        where = f"worst_trajectories[{number}]"
+        _same((row["batch"], row["sample_id"]), owners.get(row["sample_index"]), field=f"{where} batch, sample_id")
+        _close(row["residual"], row["label"] - row["mean_value"], field=f"{where}.residual")
+        _same(len(row["values"]), len(row["tokens"]), field=f"{where}.values length")
+    sizes = [abs(row["residual"]) for row in rows]
+    _same(sizes, sorted(sizes, reverse=True), field="worst_trajectories order")
+
+
 def check_report(report: object) -> dict[str, Any]:
     """Recompute every figure of an evaluation report and return it.
 
-    A report of another program may lack our additions (bias, calibration, seal); where they are, they are checked.
+    A report of another program may lack our additions (bias, calibration, positions, worst trajectories, exact sums,
+    seal); where they are, they are checked.
 
     Raises:
         ValueError: naming the first field that is missing, malformed or disagrees with the sufficient statistics.
@@ -279,7 +390,10 @@ def check_report(report: object) -> dict[str, Any]:
         raise ValueError("report.batches must be a non-empty list")
     plan = _object(report, "batch_plan")
     _same(plan.get("num_batches"), len(batches), field="batch_plan.num_batches")
-    seen: set[int] = set()
+    tails = report.get("sum_tails")
+    if tails is not None and (not isinstance(tails, list) or len(tails) != len(batches)):
+        raise ValueError("report.sum_tails must be a list with an entry per batch")
+    owners: dict[int, tuple[int, str]] = {}
     per_weighting: dict[str, list[ValueEvalStats]] = {name: [] for name in WEIGHTINGS}
     for number, batch in enumerate(batches):
         where = f"batches[{number}]"
@@ -289,17 +403,17 @@ def check_report(report: object) -> dict[str, Any]:
         _same(batch.get("batch"), number, field=f"{where}.batch")
         _same(len(rows), plan.get("global_batch_size"), field=f"{where}.sample_indices length")
         _same(len(batch.get("sample_ids", [])), len(rows), field=f"{where}.sample_ids length")
-        if len(set(rows)) != len(rows) or seen & set(rows):
+        if len(set(rows)) != len(rows) or owners.keys() & set(rows):
             raise ValueError(f"report.{where}.sample_indices are not disjoint from the batches before")
-        seen |= set(rows)
+        owners |= {row: (number, name) for row, name in zip(rows, batch["sample_ids"], strict=True)}
         labels = _object(batch, "label_counts", field=f"{where}.")
         _same(sum(labels.values()), len(rows), field=f"{where}.label_counts total")
         if len(labels) < 2:
             raise ValueError(f"report.{where}.label_counts holds one label only")
         for name in WEIGHTINGS:
-            per_weighting[name].append(
-                _check_figures(_object(batch, name, field=f"{where}."), field=f"{where}.{name}")
-            )
+            exact = None if tails is None else tails[number].get(name)
+            section = _object(batch, name, field=f"{where}.")
+            per_weighting[name].append(_check_figures(section, field=f"{where}.{name}", tails=exact))
         trajectory = per_weighting["trajectory_weighted"][-1]
         _same(trajectory.n, len(rows), field=f"{where}.trajectory_weighted n")
         label_sum = math.fsum(float(label) * count for label, count in labels.items())
@@ -314,9 +428,9 @@ def check_report(report: object) -> dict[str, Any]:
     aggregates: dict[str, ValueEvalStats] = {}
     for name in WEIGHTINGS:
         total, verdict = gate_metrics(per_weighting[name])
-        stated = _check_figures(
-            _object(_object(report, "aggregate"), name, field="aggregate."), field=f"aggregate.{name}"
-        )
+        section = _object(_object(report, "aggregate"), name, field="aggregate.")
+        exact = None if tails is None else total.tails()
+        stated = _check_figures(section, field=f"aggregate.{name}", tails=exact)
         aggregates[name] = total
         _same(stated.n, total.n, field=f"aggregate.{name}.sufficient_stats.n")
         for key, value in asdict(total).items():
@@ -332,6 +446,10 @@ def check_report(report: object) -> dict[str, Any]:
                 _close(stated_bias.get(key), value, field=f"bias.{name}.{key}")
         if "calibration" in report:
             _check_calibration(report["calibration"].get(name), aggregate, field=f"calibration.{name}")
+    if "positions" in report:
+        _check_positions(report["positions"], aggregates["token_weighted"])
+    if "worst_trajectories" in report:
+        _check_worst(report["worst_trajectories"], owners)
     passed = all(gate[name]["passed"] for name in WEIGHTINGS)
     if "bias" in gate:
         expected_bias = bias_gate(aggregates, max_bias=_object(gate, "bias", field="gate.").get("max_bias"))  # type: ignore[arg-type]

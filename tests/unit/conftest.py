@@ -168,7 +168,6 @@ def build_chain(root: Path) -> ValueChain:
                 values=[[0.25 + 0.5 * x for x in s.returns] for s in samples[2 * rank : 2 * rank + 2]],
                 returns=[s.returns for s in samples[2 * rank : 2 * rank + 2]],
                 loss_masks=[s.loss_mask for s in samples[2 * rank : 2 * rank + 2]],
-                reward_range=[0.0, 1.0],
             )
             for rank in range(2)
         ]

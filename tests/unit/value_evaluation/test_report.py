@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miles.contracts.canonical import sealed, sha256_bytes
-from miles.contracts.value_report import calibration_table, check_report
+from miles.contracts.value_report import calibration_table, check_report, position_groups
 from miles.value_evaluation import (
     build_batch_report,
     build_eval_report,
@@ -28,26 +28,30 @@ def evaluate(make_manifest, value_row, tmp_path):
     assert manifest.heldout is not None
     dataset = ValuePretrainDataset(manifest.heldout, manifest.objective)
 
-    def run(predict, max_bias=None):
+    def run(predict, max_bias=None, override=None, dp_size=2):
         batches = []
         for number, indices in enumerate([(0, 1, 2, 3), (7, 6, 5, 4)]):
             rank_reports = []
-            for rank in range(2):
-                mine = [dataset.get(i) for i in indices[2 * rank : 2 * rank + 2]]
+            share = 4 // dp_size
+            for rank in range(dp_size):
+                numbers = indices[share * rank : share * (rank + 1)]
+                mine = [dataset.get(i) for i in numbers]
                 rank_reports.append(
                     build_rank_report(
                         dp_rank=rank,
-                        sample_indices=indices[2 * rank : 2 * rank + 2],
-                        values=[[predict(r) for r in s.returns] for s in mine],
+                        sample_indices=numbers,
+                        values=[
+                            [(override or {}).get(i, predict(r)) for r in s.returns]
+                            for i, s in zip(numbers, mine, strict=True)
+                        ],
                         returns=[s.returns for s in mine],
                         loss_masks=[s.loss_mask for s in mine],
-                        reward_range=[0.0, 1.0],
                     )
                 )
             # Ranks that are not the last pipeline stage report nothing.
             batches.append(
                 build_batch_report(
-                    number, dataset=dataset, indices=indices, rank_reports=[None, *rank_reports, None], dp_size=2
+                    number, dataset=dataset, indices=indices, rank_reports=[None, *rank_reports, None], dp_size=dp_size
                 )
             )
         return build_eval_report(
@@ -58,7 +62,7 @@ def evaluate(make_manifest, value_row, tmp_path):
             contract={"completed_steps": 5},
             contract_sha256="c" * 64,
             loaded_iteration=5,
-            dp_size=2,
+            dp_size=dp_size,
             model_parallel_size=1,
             seed=7,
             global_batch_size=4,
@@ -77,7 +81,7 @@ def test_report_has_the_schema_of_the_reference(evaluate, tmp_path):
     report = evaluate(good)
     assert set(report) == {
         "schema", "passed", "manifest", "checkpoint", "execution", "batch_plan", "batches", "aggregate", "gate",
-        "bias", "calibration", "seal_sha256",
+        "bias", "calibration", "positions", "worst_trajectories", "sum_tails", "seal_sha256",
     }  # fmt: skip
     assert report["schema"] == "miles.value-pretrain-eval.v2"
     assert report["passed"] is True
@@ -114,6 +118,17 @@ def test_report_has_the_schema_of_the_reference(evaluate, tmp_path):
     assert report["gate"]["criteria"]["minimum_target_variance_per_batch"] == "> 1e-8"
 
 
+def test_report_of_any_data_parallel_size_has_the_same_figures_to_the_last_bit(evaluate):
+    def ragged(label):
+        return 0.1 + 0.7 * label
+
+    reports = [evaluate(ragged, override={1: 1 / 3, 4: 2 / 7}, dp_size=dp) for dp in (1, 2, 4)]
+    for report in reports:
+        assert report["execution"].pop("dp_size") in (1, 2, 4)
+        del report["seal_sha256"]
+    assert reports[0] == reports[1] == reports[2]
+
+
 def test_report_figures_equal_numpy_on_the_same_data(evaluate):
     report = evaluate(good)
     labels = np.array([float(i % 2) for i in range(8)])
@@ -126,6 +141,43 @@ def test_report_figures_equal_numpy_on_the_same_data(evaluate):
     filled = {(row["low"], row["n"], row["mean_value"], row["mean_return"])
               for row in report["calibration"]["trajectory_weighted"] if row["n"]}  # fmt: skip
     assert filled == {(0.2, 4, 0.25, 0.0), (0.7, 4, 0.75, 1.0)}
+
+
+def test_report_positions_follow_predictions_along_the_response_by_return(evaluate):
+    curves = evaluate(good)["positions"]
+    assert [(group["name"], group["labels"]) for group in curves["groups"]] == [
+        ("return 0", [0.0]),
+        ("return 1", [1.0]),
+    ]
+    # Responses of two tokens fall at a quarter and at three quarters; rows 0 and 6 lack the second, row 3 too.
+    for group, value, second in zip(curves["groups"], (0.25, 0.75), (2, 3), strict=True):
+        filled = {i: (n, group["mean_value"][i]) for i, n in enumerate(group["n"]) if n}
+        assert filled == {5: (4, value), 15: (second, value)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "groups"),
+    [
+        ([1.0, 0.0, 1.0], [("return 0", [0.0]), ("return 1", [1.0])]),
+        ([0.0, 0.1, 0.2, 0.9, 1.0], [("return 0 to 0.2", [0.0, 0.1, 0.2]), ("return 0.9 to 1", [0.9, 1.0])]),
+    ],
+)
+def test_position_groups_are_labels_or_halves_of_their_range(labels, groups):
+    assert position_groups(labels) == groups
+
+
+def test_report_worst_trajectories_come_with_their_tokens_largest_residual_first(evaluate, value_row):
+    values = {0: 0.9, 3: 0.05}
+    report = evaluate(good, override=values)
+    rows = report["worst_trajectories"]
+    assert [row["sample_index"] for row in rows[:2]] == [3, 0]
+    assert len(rows) == 8
+    first = rows[0]
+    assert first["sample_id"] == "sample-3"
+    assert (first["label"], first["mean_value"], first["residual"]) == (1.0, 0.05, 0.95)
+    assert first["prompt_tokens"] + first["tokens"] == value_row(3)["tokens"]
+    assert first["values"] == [0.05, None]
+    assert (first["response_length"], first["first_response_token"]) == (2, 0)
 
 
 def test_calibration_table_has_ten_bins_and_none_where_empty():
@@ -200,6 +252,12 @@ def test_write_report_is_whole_private_and_never_replaced(evaluate, tmp_path):
         (("bias", "token_weighted", "r_squared"), 0.1, r"bias\.token_weighted\.r_squared"),
         (("calibration", "token_weighted", 2, "mean_value"), 0.3, r"calibration\.token_weighted mean_value"),
         (("batch_plan", "num_batches"), 3, r"batch_plan\.num_batches"),
+        (("positions", "groups", 0, "mean_value", 5), 0.9, r"positions mean_value total"),
+        (("positions", "groups", 0, "n", 5), 99, r"positions targets"),
+        (("worst_trajectories", 0, "residual"), 0.5, r"worst_trajectories\[0\]\.residual"),
+        (("worst_trajectories", 0, "sample_id"), "sample-9", r"worst_trajectories\[0\] batch, sample_id"),
+        (("sum_tails",), [], r"sum_tails must be a list with an entry per batch"),
+        (("sum_tails", 0, "token_weighted", "returns_sum"), [1.0], r"batches\[0\]\.token_weighted: .* returns_sum"),
         (("checkpoint", "loaded_iteration"), 4, r"checkpoint\.loaded_iteration"),
         (("manifest", "sha256"), "x", r"manifest\.sha256 must be a SHA-256"),
         (("extra",), 1, r"unknown \['extra'\]"),
@@ -220,7 +278,7 @@ def test_check_report_edited_and_resealed_names_the_field(evaluate, keys, value,
 
 def test_check_report_of_another_program_without_our_additions_holds(evaluate):
     report = evaluate(good)
-    for ours in ("bias", "calibration", "seal_sha256"):
+    for ours in ("bias", "calibration", "positions", "worst_trajectories", "sum_tails", "seal_sha256"):
         del report[ours]
     del report["checkpoint"]["checkpoint_manifest_sha256"]
     check_report(report)
