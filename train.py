@@ -82,14 +82,14 @@ async def run(args: Args, trainer: Any, first: int) -> None:
     from miles.ray.progress import progress_bar
 
     assert args.num_rollout is not None
-    if args.eval_prompt_data is not None and first == 0:
+    if args.eval_prompt_data and first == 0:
         logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))["eval/accuracy"])
     with progress_bar("online RL", total=args.num_rollout, done=first) as advance:
         for rollout_id in range(first, args.num_rollout):
             figures = await trainer.step(rollout_id)
             done = rollout_id + 1
             last = done == args.num_rollout
-            if args.eval_prompt_data is not None and (last or (args.eval_interval and done % args.eval_interval == 0)):
+            if args.eval_prompt_data and (last or (args.eval_interval and done % args.eval_interval == 0)):
                 figures |= await trainer.evaluate(done)
             if last or (args.save_interval and done % args.save_interval == 0):
                 await trainer.save(rollout_id)

@@ -47,16 +47,16 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
     Raises:
         ValueError: the target is not reached within `max_steps`.
     """
-    assert args.prompt_data is not None and args.eval_prompt_data is not None and args.global_batch_size is not None
+    assert args.prompt_data is not None and args.eval_prompt_data and args.global_batch_size is not None
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
     train = answers_batch(PromptSource(args.prompt_data, tokenizer=tokenizer), tokenizer)
-    heldout = answers_batch(PromptSource(args.eval_prompt_data, tokenizer=tokenizer), tokenizer)
+    heldout = answers_batch(PromptSource(args.eval_sets()[0].path, tokenizer=tokenizer), tokenizer)
     group = RayTrainGroup(args, role="sft", placement=create_placement(args, {"actor": args.world_size("actor")}))
     await group.init()
     whole = len(heldout["tokens"]) // (group.dp_size * args.micro_batch_size) * group.dp_size * args.micro_batch_size
     if whole == 0:
         raise ValueError(
-            f"{args.eval_prompt_data}: {len(heldout['tokens'])} problems do not fill one micro-batch per rank"
+            f"{args.eval_sets()[0].path}: {len(heldout['tokens'])} problems do not fill one micro-batch per rank"
         )
     heldout_shards = split_train_data_by_dp(args, select_rows(heldout, range(whole)), dp_size=group.dp_size)
     tracker = init_tracking(args)

@@ -6,6 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr, ValidationError
 
+from miles.config.choices import estimator_facts
+from miles.config.eval_sets import EvalSet, Sampling, parse_eval_sets
+from miles.config.fault_plan import Fault, parse_faults
 from miles.config.groups import (
     AlgorithmGroup,
     BatchGroup,
@@ -21,6 +24,7 @@ from miles.config.groups import (
     ValuePretrainGroup,
     flag_of,
 )
+from miles.config.recipes import sao_online_settings
 
 Entry = Literal["train", "train_value"]
 Role = Literal["actor", "critic"]
@@ -57,12 +61,14 @@ class Args(
     """
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _overwritten: dict[str, Any] = PrivateAttr(default_factory=dict)
+    """What the user gave and a recipe replaced."""
 
     @classmethod
     def from_values(
         cls, values: Mapping[str, Any], sources: Mapping[str, str], *, where: Mapping[str, str] | None = None
     ) -> Self:
-        """Validate explicit values, then fill what derives from them.
+        """Validate explicit values, put a recipe's on top, then fill what derives from them.
 
         Args:
             values: explicitly given values by field name; the rest take their defaults.
@@ -72,7 +78,17 @@ class Args(
         Raises:
             ValueError: a name is unknown or a value has the wrong type; the message has a line per value.
         """
-        where = where or {}
+        args = cls._validated(values, sources, where or {})
+        if args.sao_online_recipe is None:
+            return args
+        recipe = sao_online_settings(args.sao_online_recipe, compaction=args.sao_compaction)
+        given = {name: getattr(args, name) for name in recipe if args.is_user_set(name)}
+        args = args.replace(source=f"recipe:sao-{args.sao_online_recipe}", **recipe)
+        args._overwritten = {name: value for name, value in given.items() if value != recipe[name]}
+        return args
+
+    @classmethod
+    def _validated(cls, values: Mapping[str, Any], sources: Mapping[str, str], where: Mapping[str, str]) -> Self:
         refuse_unknown_fields(values)
         try:
             args = cls.model_validate(dict(values))
@@ -106,7 +122,8 @@ class Args(
         """
         sources = {name: origin for name, origin in self._sources.items() if not origin.startswith("derived:")}
         values = {name: getattr(self, name) for name in sources} | changes
-        changed = type(self).from_values(values, sources | dict.fromkeys(changes, source))
+        changed = type(self)._validated(values, sources | dict.fromkeys(changes, source), {})
+        changed._overwritten = self._overwritten
         for name, value in vars(self).items():
             if name.startswith("_"):
                 setattr(changed, name, value)
@@ -138,6 +155,63 @@ class Args(
         """Where a value came from: 'default', 'file:PATH', 'flag', 'derived:FIELD', 'code', 'role:critic', ..."""
         refuse_unknown_fields([field])
         return self._sources.get(field, "default")
+
+    def is_user_set(self, field: str) -> bool:
+        """Whether the user gave this value: by a flag, or in a file or program with another value than the default.
+
+        A resolved config lists every setting, so a default in a file says nothing.
+        """
+        source = self.source_of(field)
+        if source == "flag":
+            return True
+        if source != "code" and not source.startswith("file:"):
+            return False
+        value, default = getattr(self, field), type(self).model_fields[field].default
+        if field in _INHERITED:
+            return value not in (default, getattr(self, _INHERITED[field]))
+        return value != default
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic group runs beside the actor."""
+        return bool(self.use_critic)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of a reference model are read."""
+        return self.kl_coef > 0 or self.use_kl_loss
+
+    @property
+    def training_forward_gives_old_log_probs(self) -> bool:
+        """Whether the old policy is the one of the training forward, so that no pass before it has to read it.
+
+        With one optimizer step per rollout both are the same weights; only a penalty in the reward is needed earlier.
+        """
+        return self.num_steps_per_rollout == 1 and not self.use_rollout_logprobs and self.kl_coef == 0
+
+    def eval_sets(self) -> list[EvalSet]:
+        """The evaluation sets, each with its sampling.
+
+        Raises:
+            ValueError: a name that is given twice, or sampling that cannot be read.
+        """
+        default = Sampling(
+            temperature=self.eval_temperature,
+            top_p=self.eval_top_p,
+            top_k=self.eval_top_k,
+            n_samples=self.n_samples_per_eval_prompt,
+            max_response_len=self.eval_max_response_len or self.rollout_max_response_len,
+            max_prompts=self.eval_max_prompts,
+        )
+        return parse_eval_sets(self.eval_prompt_data, self.eval_sampling, default)
+
+    def faults(self) -> list[Fault]:
+        """The faults that tests asked for.
+
+        Raises:
+            ValueError: one that cannot be read.
+        """
+        return parse_faults(self.fault_injection)
 
     def world_size(self, role: Role) -> int:
         """Devices of a role's group."""
@@ -178,6 +252,16 @@ def _derived_values(args: Args) -> dict[str, tuple[Any, str]]:
     derived: dict[str, tuple[Any, str]] = {
         name: (getattr(args, origin), origin) for name, origin in _INHERITED.items() if getattr(args, name) is None
     }
+    if args.use_critic is None:
+        derived["use_critic"] = (estimator_facts(args.advantage_estimator).critic, "advantage_estimator")
+    if args.ratio_correction == "mis" and args.mis_low is None:
+        derived["mis_low"] = (1.0 / args.mis_high, "mis_high")
+    if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.loss_agg_length is None:
+        derived["loss_agg_length"] = (args.rollout_max_response_len, "rollout_max_response_len")
+    if args.over_sampling_batch_size is None:
+        derived["over_sampling_batch_size"] = (args.rollout_batch_size, "rollout_batch_size")
+    if args.dynamic_sampling_max_replacements is None and args.rollout_batch_size is not None:
+        derived["dynamic_sampling_max_replacements"] = (4 * args.rollout_batch_size, "rollout_batch_size")
     if args.value_pretrain_eval_split is None:
         split = "heldout" if args.value_pretrain_eval_only else "train"
         derived["value_pretrain_eval_split"] = (split, "value_pretrain_eval_only")

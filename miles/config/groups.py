@@ -6,9 +6,11 @@ is its help text. Bounds of one value live here; rules that tie several values t
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import CliVariadicArg
+
+from miles.config.choices import ESTIMATORS, is_hook
 
 
 def _lower_case_digest(text: str) -> str:
@@ -24,6 +26,19 @@ def _hook_path(text: str) -> str:
     return text
 
 
+def _estimator(text: str) -> str:
+    if is_hook(text):
+        return _hook_path(text)
+    if text not in ESTIMATORS:
+        raise ValueError(f"must be one of {', '.join(ESTIMATORS)}, or FILE.py:FUNCTION")
+    return text
+
+
+def _one_or_more(value: Any) -> Any:
+    """A file may give a list's only item without brackets, or null for none."""
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -33,6 +48,7 @@ OpenFraction = Annotated[float, Field(ge=0, lt=1)]
 Sha256 = Annotated[str, AfterValidator(_lower_case_digest)]
 HookPath = Annotated[str, AfterValidator(_hook_path)]
 Text = Annotated[str, Field(min_length=1)]
+TextList = Annotated[list[Text], BeforeValidator(_one_or_more)]
 
 
 class Group(BaseModel):
@@ -48,7 +64,7 @@ class Group(BaseModel):
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
             raise ValueError("a boolean is not accepted here")
         return value
 
@@ -76,6 +92,11 @@ class ModelGroup(Group):
     )
     critic_save: Text | None = Field(
         None, description="Folder to write critic checkpoints to (unset: the value of --save with '_critic' appended)."
+    )
+    ref_load: Text | None = Field(
+        None,
+        description="Folder of actor checkpoints, or Hugging Face folder, of the reference model that KL is measured "
+        "against (unset: --hf-checkpoint).",
     )
     critic_value_pretrain_contract_sha256: Sha256 | None = Field(
         None, description="SHA-256 that the contract file in --critic-load must have."
@@ -156,6 +177,11 @@ class BatchGroup(Group):
     max_tokens_per_gpu: Positive | None = Field(
         None, description="Token budget of one micro-batch with --use-dynamic-batch-size."
     )
+    use_dynamic_global_batch_size: bool = Field(
+        False,
+        description="One optimizer step on all rows of a rollout, however many they are; --global-batch-size is not "
+        "read.",
+    )
     seed: NonNegative = Field(1234, description="Seed of initialisation and of the value-pretraining batch plan.")
 
 
@@ -175,7 +201,11 @@ class RolloutGroup(Group):
     rollout_batch_size: Positive | None = Field(None, description="Prompts of one rollout.")
     n_samples_per_prompt: Positive = Field(1, description="Responses sampled for each prompt.")
     rollout_max_prompt_len: Positive | None = Field(
-        None, description="Prompts of more tokens than this are dropped when the data is read."
+        None,
+        description="Longest prompt in tokens (unset: what the model and the engine leave beside the response).",
+    )
+    overlong_prompts: Literal["refuse", "drop"] = Field(
+        "refuse", description="What happens to a file with a prompt beyond the limit: refused, or read without it."
     )
     rollout_max_response_len: Positive | None = Field(None, description="Tokens of a response at most.")
     rollout_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature.")
@@ -186,17 +216,61 @@ class RolloutGroup(Group):
     )
     custom_rm_path: HookPath | None = Field(None, description="Reward function, MODULE:FUNCTION or FILE.py:FUNCTION.")
     rm_timeout_s: PositiveFloat = Field(60.0, description="Seconds the reward of one sample may take.")
+    rm_concurrency: Positive = Field(64, description="Calls of the reward function at once.")
+    rm_on_timeout: Literal["drop", "stop"] = Field(
+        "drop",
+        description="A sample without a reward in time: its tokens are masked out and a warning names it, or the run "
+        "stops.",
+    )
+    rm_on_error: Literal["stop", "drop"] = Field(
+        "stop", description="A sample on which the reward function raised: the run stops, or as --rm-on-timeout drop."
+    )
+    dynamic_sampling_filter_path: HookPath | None = Field(
+        None,
+        description="Keeps or replaces the group of a prompt: function(samples) -> bool, MODULE:FUNCTION or "
+        "FILE.py:FUNCTION; miles.rollout.filters:nonzero_reward_std drops groups whose rewards are all equal.",
+    )
+    over_sampling_batch_size: Positive | None = Field(
+        None,
+        description="Prompts sampled at first, of which --rollout-batch-size are trained on; what is left over is "
+        "kept for the next rollout (unset: --rollout-batch-size).",
+    )
+    dynamic_sampling_max_replacements: NonNegative | None = Field(
+        None,
+        description="Groups sampled in place of filtered ones in a rollout, at most; then filtered ones fill up "
+        "(unset: four times --rollout-batch-size).",
+    )
+    load_rollouts: Text | None = Field(
+        None,
+        description="Train on the rollouts kept in this folder (rollout_NNNNNN.jsonl) instead of sampling: no engine, "
+        "no reward function.",
+    )
+    rollout_only: bool = Field(False, description="Sample, score and keep the rollouts; no training group is started.")
 
 
 class EvalGroup(Group):
     title: ClassVar[str] = "evaluation of the policy"
 
-    eval_prompt_data: Text | None = Field(None, description="JSONL file of held-out prompts.")
+    eval_prompt_data: CliVariadicArg[TextList] = Field(
+        [], description="JSONL files of held-out prompts, PATH or NAME:PATH; figures are named eval/NAME/..."
+    )
+    eval_sampling: CliVariadicArg[TextList] = Field(
+        [],
+        description="Sampling of a set where it differs from that of all sets: NAME:key=value,key=value with keys "
+        "temperature, top_p, top_k, n_samples, max_response_len, max_prompts.",
+    )
     eval_interval: Positive | None = Field(
         None, description="Evaluate every this many rollouts, and before the first and after the last."
     )
     eval_temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature in evaluation; 0 is greedy.")
     n_samples_per_eval_prompt: Positive = Field(1, description="Responses sampled for each held-out prompt.")
+    eval_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass in evaluation.")
+    eval_top_k: Annotated[int, Field(ge=-1)] = Field(
+        -1, description="Sample among the k likeliest in evaluation; -1: all."
+    )
+    eval_max_response_len: Positive | None = Field(
+        None, description="Tokens of a response in evaluation at most (unset: --rollout-max-response-len)."
+    )
     eval_max_prompts: Positive | None = Field(None, description="Use only the first this many held-out prompts.")
 
 
@@ -205,6 +279,14 @@ class EngineGroup(Group):
 
     sglang_server_timeout_s: PositiveFloat = Field(300.0, description="Seconds an engine may take to come up.")
     sglang_request_timeout_s: PositiveFloat = Field(600.0, description="Seconds one request to an engine may take.")
+    sglang_health_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="Seconds after which an engine that works on requests and answers nothing, not even a health "
+        "check, counts as hung; it is restarted as a dead one is.",
+    )
+    sglang_max_restarts: NonNegative = Field(
+        8, description="Restarts of engines in a run, at most; 0 ends the run with the first engine that is lost."
+    )
     sglang_max_total_tokens: Positive = Field(32768, description="Tokens of an engine's key-value cache.")
     sglang_port_base: Annotated[int, Field(ge=1024, le=65000)] | None = Field(
         None, description="First port to try for engines (unset: the operating system chooses)."
@@ -221,23 +303,113 @@ class EngineGroup(Group):
 class AlgorithmGroup(Group):
     title: ClassVar[str] = "algorithm"
 
-    advantage_estimator: Literal["gae"] = Field("gae", description="Advantage estimator.")
+    advantage_estimator: Annotated[str, AfterValidator(_estimator)] = Field(
+        "gae",
+        description="gae, gae_adaptive (lambda by length), monte_carlo, grpo, dr_grpo, rloo, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, or a function of yours, FILE.py:FUNCTION.",
+    )
+    use_critic: bool | None = Field(
+        None, description="Run a critic (unset: where the estimator needs one; only for a function of yours)."
+    )
     gamma: Fraction = Field(1.0, description="Discount factor.")
     lambd: Fraction = Field(1.0, description="Lambda of the actor's advantages.")
     critic_lambd: Fraction | None = Field(
         None, description="Lambda of the critic's targets (unset: the value of --lambd)."
     )
-    eps_clip: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="PPO's lower clip of the ratio.")
+    gae_adaptive_mode: Literal["adaptive", "fixed"] = Field(
+        "adaptive", description="Lambda of gae_adaptive: from the number of trainable tokens, or --lambd."
+    )
+    gae_adaptive_alpha: PositiveFloat = Field(1.5, description="Alpha of the adaptive lambda.")
+    gae_adaptive_min_length: NonNegative = Field(
+        1, description="Responses of fewer trainable tokens have an adaptive lambda of 1."
+    )
+    normalize_advantages: bool = Field(False, description="Whiten advantages over the whole batch.")
+    policy_objective: Literal["ppo", "decoupled_ppo", "gspo", "cispo", "sao_dis"] = Field(
+        "ppo", description="The actor's loss."
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        Field(
+            "token-mean",
+            description="How token losses become one: mean over all tokens of the batch, mean over sequences of their "
+            "sums or means, or sums over the constant --loss-agg-length. Denominators are global.",
+        )
+    )
+    loss_agg_length: Positive | None = Field(
+        None, description="The constant of seq-mean-token-sum-norm (unset: --rollout-max-response-len)."
+    )
+    eps_clip: Annotated[float, Field(ge=0, lt=1)] = Field(0.2, description="Lower clip, or band, of the ratio.")
     eps_clip_high: PositiveFloat | None = Field(
-        None, description="PPO's upper clip of the ratio (unset: the value of --eps-clip)."
+        None, description="Upper clip, or band, of the ratio (unset: the value of --eps-clip)."
+    )
+    eps_clip_c: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="Dual clip: bounds the loss of negative advantages by this times the advantage."
+    )
+    ratio_grad: Literal["detached", "in_graph"] = Field(
+        "detached",
+        description="Whether sao_dis lets the gradient through its ratio; in_graph reverses the update of tokens less "
+        "likely than 1/e.",
     )
     value_clip: PositiveFloat = Field(0.2, description="PPO's clip of the value around its old value (mse only).")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
-    normalize_advantages: bool = Field(False, description="Whiten advantages over the whole batch.")
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="Weight of the KL to the reference model as a penalty in the reward of each token."
+    )
+    kl_controller: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="Whether --kl-coef stays, or follows the measured KL to --kl-target."
+    )
+    kl_target: PositiveFloat = Field(0.1, description="KL per token that the adaptive controller aims at.")
+    kl_horizon: PositiveFloat = Field(10000.0, description="Samples over which the adaptive controller acts.")
+    use_kl_loss: bool = Field(False, description="Add the KL to the reference model to the loss.")
+    kl_loss_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL in the loss.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
+        "k1", description="Estimator of the KL, in the reward or in the loss."
+    )
+    use_unbiased_kl: bool = Field(
+        False, description="Weigh the KL in the loss by the ratio to the policy that sampled."
+    )
+    use_rollout_logprobs: bool = Field(False, description="Take the engine's log-probabilities for the old policy's.")
+    ratio_correction: Literal["none", "tis", "icepop", "mis"] = Field(
+        "none", description="Correction for the distance of the old policy from the engine that sampled."
+    )
+    tis_clip: PositiveFloat = Field(2.0, description="Largest weight of tis.")
+    tis_clip_low: NonNegativeFloat = Field(0.0, description="Smallest weight of tis.")
+    icepop_low: NonNegativeFloat = Field(0.5, description="Lower end of icepop's band; tokens outside weigh 0.")
+    icepop_high: PositiveFloat = Field(5.0, description="Upper end of icepop's band.")
+    mis_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="What the weights of mis are made of: tokens, sequence sums or sequence means."
+    )
+    mis_mode: Literal["truncate", "clip", "mask"] = Field("truncate", description="How mis bounds its weights.")
+    mis_low: NonNegativeFloat | None = Field(
+        None, description="Lower bound of the weights of mis (unset: 1 / --mis-high)."
+    )
+    mis_high: PositiveFloat = Field(2.0, description="Upper bound of the weights of mis.")
+    mis_reject_low: NonNegativeFloat | None = Field(
+        None, description="Sequences whose mis weight lies below are left out (unset: none)."
+    )
+    mis_reject_high: PositiveFloat | None = Field(
+        None, description="Sequences whose mis weight lies above are left out (unset: none)."
+    )
+    mis_veto: NonNegativeFloat | None = Field(
+        1e-4, description="A token with a ratio below this leaves its whole sequence out; null: no veto."
+    )
+    mis_batch_normalize: bool = Field(False, description="Scale the weights of mis to a mean of 1 over the batch.")
+    use_opsm: bool = Field(
+        False, description="Leave tokens with negative advantage out where their sequence left the old policy."
+    )
+    opsm_delta: PositiveFloat = Field(1e-4, description="Mean log-ratio of a sequence beyond which opsm acts.")
     num_critic_epochs: Positive = Field(1, description="Critic updates on each batch.")
+    refresh_values: bool = Field(
+        False, description="Compute values again after the critic's updates, before the actor's advantages."
+    )
     num_critic_only_steps: NonNegative = Field(0, description="First rollouts that update the critic alone.")
     critic_freeze_attention: bool = Field(False, description="Do not train the critic's attention.")
     num_steps_per_rollout: Positive = Field(1, description="Optimizer steps of the actor in each rollout.")
+    sao_online_recipe: Literal["coding", "reasoning"] | None = Field(
+        None, description="Single-Rollout Asynchronous Optimization: sets estimator, objective, bands and rates."
+    )
+    sao_compaction: bool = Field(
+        False, description="With --sao-online-recipe: trajectories come in compacted segments (CompactionRL)."
+    )
 
 
 class ValueHeadGroup(Group):
@@ -293,6 +465,17 @@ class RunGroup(Group):
         None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME)."
     )
     resume: bool = Field(False, description="Continue the run in --run-dir from its last complete save.")
+    allow_config_change: CliVariadicArg[TextList] = Field(
+        [], description="Settings that may differ from those the run began with, by name, on --resume."
+    )
+    max_restarts: NonNegative = Field(
+        3,
+        description="Times that lost training ranks are started again from the last save within one process, at most.",
+    )
+    fault_injection: CliVariadicArg[TextList] = Field(
+        [],
+        description="For tests of what a run survives: STAGE@STEP=ACTION (see docs/interruption.md).",
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard event files into the run folder.")
     use_wandb: bool = Field(False, description="Log to Weights & Biases too (needs the wandb extra).")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severity to log.")

@@ -7,10 +7,21 @@ Nothing heavy is imported: no torch, no ray, no transformers.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from miles.config.args import Args, Entry, Role
+from miles.config.choices import (
+    CORRECTION_SETTINGS,
+    CORRECTIONS,
+    CRITIC_SETTINGS,
+    ESTIMATOR_SETTINGS,
+    OBJECTIVE_SETTINGS,
+    OBJECTIVES,
+    OF_ROLLOUT_ENGINE,
+    estimator_facts,
+    is_hook,
+)
 from miles.config.groups import ValuePretrainGroup, fields_of, flag_of
 from miles.config.hf_folder import HfFolder, inspect_hf_folder
 
@@ -29,7 +40,7 @@ def check(args: Args, *, entry: Entry) -> list[str]:
     """
     problems = [*_backend(args, entry), *_batch(args, entry), *_schedule(args), *_checkpoints(args, entry)]
     problems += [*_value_head(args), *_tracking(args)]
-    problems += [*(_online(args) if entry == "train" else _value_pretraining(args))]
+    problems += [*(_online_rules(args) if entry == "train" else _value_pretraining(args))]
     model = None
     try:
         model = _model(args)
@@ -42,9 +53,13 @@ def check(args: Args, *, entry: Entry) -> list[str]:
     return [*_warnings(args)]
 
 
-def roles_of(entry: Entry) -> tuple[Role, ...]:
+def roles_of(args: Args, entry: Entry) -> tuple[Role, ...]:
     """The training groups a program runs."""
-    return ("actor", "critic") if entry == "train" else ("critic",)
+    if entry == "train_value":
+        return ("critic",)
+    if args.rollout_only:
+        return ()
+    return ("actor", "critic") if args.has_critic else ("actor",)
 
 
 def _backend(args: Args, entry: Entry) -> Iterator[str]:
@@ -58,7 +73,7 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"
-    for role in roles_of(entry):
+    for role in roles_of(args, entry):
         devices, replica = args.world_size(role), args.model_parallel_size(role)
         tensor = args.for_role(role).tensor_model_parallel_size
         # A critic beside an actor drops sequence parallelism by itself where it has one tensor rank.
@@ -71,7 +86,7 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
                 f"the model-parallel size {replica} (tensor x pipeline x context)"
             )
             continue
-        if args.global_batch_size is None:
+        if args.global_batch_size is None or args.use_dynamic_global_batch_size:
             continue
         replicas = devices // replica
         # Token-balanced micro-batches deal uneven shares; the batch plan of value pretraining never does.
@@ -89,6 +104,17 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
                 f"{args.global_batch_size} over {replicas} replicas) is not divisible by --micro-batch-size "
                 f"{args.micro_batch_size}"
             )
+
+
+def _dynamic_global_batch(args: Args) -> Iterator[str]:
+    if not args.use_dynamic_global_batch_size:
+        return
+    if not args.use_dynamic_batch_size:
+        yield "--use-dynamic-global-batch-size takes any number of rows, which needs --use-dynamic-batch-size"
+    if args.num_steps_per_rollout != 1:
+        yield "--use-dynamic-global-batch-size is one step per rollout, --num-steps-per-rollout asks for more"
+    if args.is_user_set("global_batch_size"):
+        yield "--global-batch-size has no effect with --use-dynamic-global-batch-size"
 
 
 def _schedule(args: Args) -> Iterator[str]:
@@ -145,31 +171,37 @@ def _tracking(args: Args) -> Iterator[str]:
             yield f"{flag_of(field)}: {package} is not installed; {remedy}"
 
 
+def _online_rules(args: Args) -> Iterator[str]:
+    for rules in (_online, _rollout, _evaluation, _estimator, _objective, _kl, _sao, _dynamic_global_batch):
+        yield from rules(args)
+
+
 def _online(args: Args) -> Iterator[str]:
-    for field in (
-        "hf_checkpoint",
-        "prompt_data",
-        "custom_rm_path",
-        "num_rollout",
-        "rollout_batch_size",
-        "rollout_max_response_len",
-    ):
+    needed = ["hf_checkpoint", "num_rollout", "rollout_batch_size", "rollout_max_response_len"]
+    if args.load_rollouts is None:
+        needed += ["prompt_data", "custom_rm_path"]
+    for field in needed:
         if getattr(args, field) is None:
             yield f"online training needs {flag_of(field)}"
     for field in fields_of(ValuePretrainGroup):
         # A file may serve both programs; a flag is meant for this one.
         if args.source_of(field) in ("flag", "code"):
             yield f"{flag_of(field)} belongs to value pretraining (train_value.py), not to online training"
-    for field in ("prompt_data", "eval_prompt_data"):
+    if args.prompt_data is not None and not Path(args.prompt_data).is_file():
+        yield f"--prompt-data {args.prompt_data}: no such file"
+    for field in ("custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"):
         path = getattr(args, field)
-        if path is not None and not Path(path).is_file():
-            yield f"{flag_of(field)} {path}: no such file"
-    if args.custom_rm_path is not None:
-        module, _, _ = args.custom_rm_path.rpartition(":")
+        module = "" if path is None else path.rpartition(":")[0]
         if module.endswith(".py") and not Path(module).is_file():
-            yield f"--custom-rm-path {args.custom_rm_path}: no such file {module}"
-    if (args.eval_prompt_data is None) != (args.eval_interval is None):
-        yield "--eval-prompt-data and --eval-interval must be given together"
+            yield f"{flag_of(field)} {path}: no such file {module}"
+    try:
+        faults = args.faults()
+    except ValueError as error:
+        yield str(error)
+        return
+    for fault, text in zip(faults, args.fault_injection, strict=True):
+        if fault.action == "kill_critic" and not args.has_critic:
+            yield f"--fault-injection {text}: the run has no critic"
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} is not divisible by --rollout-num-gpus-per-engine "
@@ -180,7 +212,7 @@ def _online(args: Args) -> Iterator[str]:
         steps = args.num_steps_per_rollout
         if args.global_batch_size is None:
             yield f"--num-steps-per-rollout {steps} does not divide the {samples} samples of a rollout"
-        elif args.global_batch_size * steps != samples:
+        elif args.global_batch_size * steps != samples and not args.use_dynamic_global_batch_size:
             yield (
                 f"--global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} must equal "
                 f"--rollout-batch-size {args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}"
@@ -196,7 +228,150 @@ def _online(args: Args) -> Iterator[str]:
         yield "--canary-one-step saves once, which needs --save"
 
 
+def _rollout(args: Args) -> Iterator[str]:
+    if args.load_rollouts is not None:
+        if not Path(args.load_rollouts).is_dir():
+            yield f"--load-rollouts {args.load_rollouts}: no such folder"
+        if args.rollout_only:
+            yield "--load-rollouts trains without sampling, --rollout-only samples without training"
+        for field in (
+            "eval_prompt_data",
+            "eval_interval",
+            "prompt_data",
+            "custom_rm_path",
+            "dynamic_sampling_filter_path",
+        ):
+            if args.source_of(field) == "flag":
+                yield f"{flag_of(field)} has no effect with --load-rollouts, which starts no engine"
+    if args.rollout_only:
+        for field in ("resume", "canary_one_step", "save_interval"):
+            if args.is_user_set(field):
+                yield f"{flag_of(field)} has no effect with --rollout-only, which trains nothing"
+    wanted, sampled = args.rollout_batch_size, args.over_sampling_batch_size
+    if wanted is not None and sampled is not None and sampled < wanted:
+        yield f"--over-sampling-batch-size {sampled} is below --rollout-batch-size {wanted}"
+    if args.dynamic_sampling_filter_path is None:
+        for field in ("over_sampling_batch_size", "dynamic_sampling_max_replacements"):
+            if args.source_of(field) == "flag":
+                yield f"{flag_of(field)} has no effect without --dynamic-sampling-filter-path"
+
+
+def _evaluation(args: Args) -> Iterator[str]:
+    if bool(args.eval_prompt_data) != (args.eval_interval is not None):
+        yield "--eval-prompt-data and --eval-interval must be given together"
+    if args.eval_sampling and not args.eval_prompt_data:
+        yield "--eval-sampling has no effect without --eval-prompt-data"
+        return
+    try:
+        sets = args.eval_sets()
+    except ValueError as error:
+        yield str(error)
+        return
+    for one in sets:
+        if not Path(one.path).is_file():
+            yield f"--eval-prompt-data {one.path}: no such file"
+
+
+def _unread(args: Args, settings: Iterable[str], because: str) -> Iterator[str]:
+    """A complaint for each of the settings that the user gave."""
+    for name in sorted(settings):
+        if args.is_user_set(name):
+            yield f"{flag_of(name)} has no effect {because}"
+
+
+def _estimator(args: Args) -> Iterator[str]:
+    name = args.advantage_estimator
+    facts = estimator_facts(name)
+    yield from _unread(args, ESTIMATOR_SETTINGS - facts.reads, f"with --advantage-estimator {name}")
+    if name == "gae_adaptive":
+        unread = (
+            {"lambd"} if args.gae_adaptive_mode == "adaptive" else {"gae_adaptive_alpha", "gae_adaptive_min_length"}
+        )
+        yield from _unread(args, unread, f"with --gae-adaptive-mode {args.gae_adaptive_mode}")
+    if not is_hook(name) and args.use_critic != facts.critic:
+        needs = "needs a critic" if facts.critic else "has no use for a critic"
+        yield f"--advantage-estimator {name} {needs}; --use-critic decides only for a function of yours"
+    if not args.has_critic:
+        yield from _unread(args, CRITIC_SETTINGS, "without a critic")
+    if facts.groups and args.n_samples_per_prompt < 2:
+        yield (
+            f"--advantage-estimator {name} compares the samples of one prompt: --n-samples-per-prompt must be at "
+            f"least 2, got {args.n_samples_per_prompt}"
+        )
+    whitens = name.startswith("reinforce_plus_plus")
+    if whitens and args.normalize_advantages and args.is_user_set("normalize_advantages"):
+        yield f"--normalize-advantages has no effect with --advantage-estimator {name}, which whitens anyway"
+
+
+def _objective(args: Args) -> Iterator[str]:
+    objective, correction = args.policy_objective, args.ratio_correction
+    yield from _unread(args, OBJECTIVE_SETTINGS - OBJECTIVES[objective], f"with --policy-objective {objective}")
+    yield from _unread(args, CORRECTION_SETTINGS - CORRECTIONS[correction], f"with --ratio-correction {correction}")
+    if not args.use_opsm:
+        yield from _unread(args, {"opsm_delta"}, "without --use-opsm")
+    if args.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield from _unread(args, {"loss_agg_length"}, f"with --loss-agg-mode {args.loss_agg_mode}")
+    if objective in OF_ROLLOUT_ENGINE:
+        if correction != "none":
+            yield f"--policy-objective {objective} weighs tokens itself: --ratio-correction {correction} excludes it"
+        if args.use_opsm:
+            yield f"--policy-objective {objective} weighs tokens itself: --use-opsm excludes it"
+    if args.use_rollout_logprobs and correction != "none":
+        yield (
+            f"--ratio-correction {correction} compares the old policy with the engine, which "
+            "--use-rollout-logprobs makes one and the same"
+        )
+    if args.use_rollout_logprobs and objective == "decoupled_ppo":
+        yield "--policy-objective decoupled_ppo needs an old policy beside the engine's: not --use-rollout-logprobs"
+    if objective == "sao_dis" and not args.use_rollout_logprobs:
+        yield "--policy-objective sao_dis reads the engine's log-probabilities: it needs --use-rollout-logprobs"
+    for low, high in (("tis_clip_low", "tis_clip"), ("icepop_low", "icepop_high"), ("mis_low", "mis_high")):
+        below, above = getattr(args, low), getattr(args, high)
+        if below is not None and below > above:
+            yield f"{flag_of(low)} {below} is above {flag_of(high)} {above}"
+    below, above = args.mis_reject_low, args.mis_reject_high
+    if below is not None and above is not None and below > above:
+        yield f"--mis-reject-low {below} is above --mis-reject-high {above}"
+    if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
+        yield "--use-opsm has no effect with one step per rollout, where the old policy is the current one"
+
+
+def _kl(args: Args) -> Iterator[str]:
+    if args.kl_coef > 0 and args.kl_loss_coef > 0:
+        yield f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} would penalise the KL twice: give one"
+    if args.use_kl_loss and args.kl_loss_coef == 0:
+        yield "--use-kl-loss needs --kl-loss-coef above 0"
+    if not args.use_kl_loss:
+        yield from _unread(args, {"kl_loss_coef", "use_unbiased_kl"}, "without --use-kl-loss")
+    if not args.needs_reference:
+        yield from _unread(args, {"ref_load", "kl_loss_type"}, "without --kl-coef or --use-kl-loss")
+    elif args.ref_load is not None and not Path(args.ref_load).is_dir():
+        yield f"--ref-load {args.ref_load}: no such folder"
+    if args.kl_controller == "fixed":
+        yield from _unread(args, {"kl_target", "kl_horizon"}, "with --kl-controller fixed")
+    elif args.kl_coef == 0:
+        yield "--kl-controller adaptive adapts --kl-coef, which must be above 0"
+    if args.use_unbiased_kl and args.kl_loss_type not in ("k3", "low_var_kl"):
+        yield f"--use-unbiased-kl weighs k3: --kl-loss-type {args.kl_loss_type} does not go with it"
+
+
+def _sao(args: Args) -> Iterator[str]:
+    if args.sao_compaction and args.sao_online_recipe is None:
+        yield "--sao-compaction has no effect without --sao-online-recipe"
+    if args.sao_online_recipe is None:
+        return
+    if args.value_pretrain_manifest is not None:
+        yield "--sao-online-recipe is for online training, not offline value pretraining"
+    if args.n_samples_per_prompt != 1:
+        yield f"SAO requires exactly one rollout per prompt, --n-samples-per-prompt is {args.n_samples_per_prompt}"
+    if args.sao_compaction and args.load_rollouts is None:
+        yield "--sao-compaction trains on kept rollouts of segments (--load-rollouts): none are sampled here yet"
+
+
 def _value_pretraining(args: Args) -> Iterator[str]:
+    if args.sao_online_recipe is not None:
+        yield "--sao-online-recipe is for online training, not offline value pretraining"
+
     if args.value_pretrain_manifest is None:
         yield "value pretraining needs --value-pretrain-manifest"
     if args.hf_checkpoint is None:
@@ -228,7 +403,7 @@ def _model(args: Args) -> HfFolder | None:
 
 def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
     heads = model.number("num_attention_heads")
-    for role in roles_of(entry):
+    for role in roles_of(args, entry):
         sizes = args.for_role(role)
         prefix = "" if role == "actor" else "critic: "
         for key, size, field in (
@@ -272,7 +447,7 @@ def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
     if args.value_pretrain_eval_only:
         return
     need = model.num_parameters * _BYTES_PER_PARAMETER
-    for field in ("save", "critic_save") if entry == "train" else ("critic_save",):
+    for field in ("save", "critic_save") if entry == "train" and args.has_critic else ("critic_save",):
         folder = getattr(args, field)
         if folder is None or _not_writable(Path(folder)):
             continue
@@ -285,6 +460,11 @@ def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
 
 
 def _warnings(args: Args) -> Iterator[str]:
+    for name, value in args._overwritten.items():
+        yield f"--sao-online-recipe {args.sao_online_recipe} sets {name} to {getattr(args, name)}, {value} was given"
+    if args.use_kl_loss and args.kl_loss_type != "k2" and not args.use_unbiased_kl:
+        what = "has an expected gradient of zero" if args.kl_loss_type == "k1" else "has a biased gradient"
+        yield f"--kl-loss-type {args.kl_loss_type} in the loss {what}: on samples of the policy itself k2 has the KL's"
     if args.bf16 and args.device == "cpu":
         yield "--bf16 on a CPU is two to three times slower than float32"
     if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:

@@ -24,7 +24,7 @@ from miles.config.rules import check
 logger = logging.getLogger(__name__)
 
 
-_LISTS_OF_TEXT = {"sglang_extra_args"}
+_LISTS_OF_TEXT = {"sglang_extra_args", "eval_prompt_data", "eval_sampling", "allow_config_change", "fault_injection"}
 
 
 class _CommandLine(Args, BaseSettings):  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -54,7 +54,7 @@ class RolloutManager:
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self._reward = load_function(args.custom_rm_path)
         self._prompts = self._source(args.prompt_data, shuffle=args.rollout_shuffle)
-        self._eval_prompts = None if args.eval_prompt_data is None else self._source(args.eval_prompt_data)
+        self._eval_prompts = None if not args.eval_prompt_data else self._source(args.eval_sets()[0].path)
         urls = list(await asyncio.gather(*starting))
         vocab_size = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["vocab_size"]
         self._clients = [
