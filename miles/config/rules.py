@@ -432,7 +432,8 @@ def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
             f"--sglang-max-total-tokens {args.sglang_max_total_tokens} cannot hold one prompt of {prompt} and its "
             f"response of {response} tokens"
         )
-    if args.max_tokens_per_gpu is not None and response is not None and prompt + response > args.max_tokens_per_gpu:
+    budget = args.max_tokens_per_gpu and args.max_tokens_per_gpu * args.context_parallel_size
+    if budget is not None and response is not None and prompt + response > budget:
         yield (
             f"--max-tokens-per-gpu {args.max_tokens_per_gpu} cannot hold one prompt of {prompt} and its response of "
             f"{response} tokens"
