@@ -1,10 +1,11 @@
 """Which rows each data-parallel rank trains on, and in which micro-batches.
 
-Invariants of every schedule: each row appears exactly once; every rank runs the same number of micro-batches (pipeline
-and gradient synchronisation wait for one another); row counts of two ranks differ by at most one; the result depends
-on the arguments alone.
+Invariants of every schedule: each row appears exactly once; every rank has a row and runs the same number of
+micro-batches (pipeline and gradient synchronisation wait for one another); row counts of two ranks differ by at most
+one, unless that would cost more than a hundredth of the balance; the result depends on the arguments alone.
 """
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -12,17 +13,19 @@ import numpy as np
 
 Schedule = list[list[list[int]]]
 
-_BALANCED = 1.001  # heaviest part over mean below which no row is swapped any more
+_BALANCED = 1.005  # heaviest part over the least possible below which no row is swapped any more
+_PAIRS = 1 << 22  # exchanges weighed at once
+_TOLERATED = 1.01  # heaviest part over the least possible above which row counts may differ
 
 
 def row_costs(lengths: Sequence[int], *, hidden_size: int) -> np.ndarray:
     """Relative training FLOPs of rows of `lengths` tokens, float64 [N], in units of one token's dense layers.
 
-    A transformer layer spends 24 h^2 multiply-adds per token in its matrices and 4 h L in attention over L tokens,
-    so a row costs L * (1 + L / (6 h)).
+    A transformer layer spends about 24 h^2 operations per token in its matrices and, causally, 2 h L in attention
+    over L tokens, so a row costs L * (1 + L / (12 h)).
     """
     length_N = np.asarray(lengths, dtype=np.float64)
-    return length_N * (1.0 + length_N / (6.0 * hidden_size))
+    return length_N * (1.0 + length_N / (12.0 * hidden_size))
 
 
 def build_schedule(
@@ -31,7 +34,7 @@ def build_schedule(
     dp_size: int,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
-    hidden_size: int = 4096,
+    hidden_size: int | None = None,
 ) -> Schedule:
     """Deal rows to data-parallel ranks and micro-batches: `schedule[rank][micro_batch]` is a list of row numbers.
 
@@ -42,7 +45,7 @@ def build_schedule(
 
     Args:
         lengths: tokens per row (prompt and response), each >= 1.
-        hidden_size: model width, weighs attention against the dense layers when FLOPs are compared.
+        hidden_size: model width, weighs attention against the dense layers where FLOPs are compared (dynamic mode).
 
     Raises:
         ValueError: both or neither mode given, fewer rows than ranks, rows that cannot be dealt evenly in fixed mode,
@@ -59,7 +62,7 @@ def build_schedule(
         raise ValueError(f"row {int(np.argmin(np.asarray(lengths)))} has {min(lengths)} tokens, expected at least 1")
     if micro_batch_size is not None:
         return _fixed_schedule(num_rows, dp_size, micro_batch_size)
-    assert max_tokens is not None
+    assert max_tokens is not None and hidden_size is not None, "FLOPs depend on the model's width"
     longest = int(np.argmax(np.asarray(lengths)))
     if lengths[longest] > max_tokens:
         raise ValueError(
@@ -90,42 +93,77 @@ def _fixed_schedule(num_rows: int, dp_size: int, micro_batch_size: int) -> Sched
 
 
 def balanced_partition(costs: np.ndarray, *, num_parts: int, max_swaps: int = 2000) -> list[list[int]]:
-    """Split rows into parts of nearly equal total cost whose row counts differ by at most one.
+    """Split rows into parts of nearly equal total cost.
 
-    Rows are dealt in descending order, `num_parts` at a time, the heaviest to the lightest part; then rows are swapped
-    between the heaviest and the lightest part while that narrows the gap. Time N log N + (N / P) P log P.
+    Row counts differ by at most one, unless the heaviest part would then be more than a hundredth above the least
+    possible (the mean, or the costliest row).
     """
+    highest = float(costs.max(initial=0.0))
+    tolerated = _TOLERATED * max(float(costs.sum()) / num_parts, highest)
+    # With equal counts the costliest row shares its part with as many others as every part has.
+    company = np.sort(costs)[: max(len(costs) // num_parts - 1, 0)].sum()
+    part_N = _deal_evenly(costs, num_parts)
+    heaviest = _swap(part_N, costs, num_parts, max_swaps if highest + company <= tolerated else 0)
+    if heaviest > tolerated:
+        uneven_N = _deal_to_lightest(costs, num_parts)
+        if _swap(uneven_N, costs, num_parts, max_swaps) < heaviest:
+            part_N = uneven_N
+    order = np.argsort(part_N, kind="stable")
+    ends = np.cumsum(np.bincount(part_N, minlength=num_parts))[:-1]
+    return [rows.tolist() for rows in np.split(order, ends)]
+
+
+def _deal_evenly(costs: np.ndarray, num_parts: int) -> np.ndarray:
+    """Part of each row: rows in descending order, `num_parts` at a time, the heaviest to the lightest part."""
     order = np.argsort(-costs, kind="stable")
     load_P = np.zeros(num_parts)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    part_N = np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), num_parts):
         layer = order[start : start + num_parts]
-        lightest = np.argsort(load_P, kind="stable")[: len(layer)]
+        part_N[layer] = lightest = np.argsort(load_P, kind="stable")[: len(layer)]
         load_P[lightest] += costs[layer]
-        for part, row in zip(lightest.tolist(), layer.tolist(), strict=True):
-            parts[part].append(row)
+    return part_N
+
+
+def _deal_to_lightest(costs: np.ndarray, num_parts: int) -> np.ndarray:
+    """Part of each row: rows in descending order, each to the part that is lightest then."""
+    part_N = np.empty(len(costs), dtype=np.int64)
+    heap = [(0.0, part) for part in range(num_parts)]
+    for row in np.argsort(-costs, kind="stable").tolist():
+        load, part = heap[0]
+        part_N[row] = part
+        heapq.heapreplace(heap, (load + float(costs[row]), part))
+    return part_N
+
+
+def _swap(part_N: np.ndarray, costs: np.ndarray, num_parts: int, max_swaps: int) -> float:
+    """Lighten the heaviest part by exchanging rows in place, with the lightest or else with any; its load at last."""
+    load_P = np.bincount(part_N, weights=costs, minlength=num_parts)
+    enough = _BALANCED * max(float(load_P.mean()), float(costs.max(initial=0.0)))
+    everything = np.arange(len(costs))
     for _ in range(max_swaps):
-        heavy, light = int(load_P.argmax()), int(load_P.argmin())
-        gap = load_P[heavy] - load_P[light]
-        if load_P[heavy] <= _BALANCED * load_P.mean() or not parts[light]:
+        heavy = int(load_P.argmax())
+        if load_P[heavy] <= enough:
             break
-        # of all pairs, the one whose exchange comes closest to halving the gap
-        light_costs = costs[parts[light]]
-        by_cost = np.argsort(light_costs, kind="stable")
-        wanted = costs[parts[heavy]] - gap / 2
-        above = np.searchsorted(light_costs[by_cost], wanted)
-        last = len(by_cost) - 1
-        candidates = by_cost[np.stack([(above - 1).clip(0, last), above.clip(0, last)])]
-        miss = np.abs(light_costs[candidates] - wanted)
-        side, i = divmod(int(miss.argmin()), len(wanted))
-        j = int(candidates[side, i])
-        moved = costs[parts[heavy][i]] - light_costs[j]
-        if not 1e-12 * max(gap, 1.0) < moved < gap:
+        ours = np.flatnonzero(part_N == heavy)
+        for theirs in (np.flatnonzero(part_N == load_P.argmin()), everything):
+            if not len(theirs):
+                continue
+            # Pairs grow with the square of the rows: look at a share of the heaviest part's where there are millions.
+            ours = ours[:: 1 + len(ours) * len(theirs) // _PAIRS]
+            # Of all pairs, the one that leaves the heavier of its two parts lightest.
+            moved_KM = costs[ours][:, None] - costs[theirs]
+            worse_KM = np.maximum(load_P[heavy] - moved_KM, load_P[part_N[theirs]] + moved_KM)
+            i, j = divmod(int(worse_KM.argmin()), len(theirs))
+            if worse_KM[i, j] < load_P[heavy] * (1 - 1e-9):
+                give, take = ours[i], theirs[j]
+                other = part_N[take]
+                part_N[give], part_N[take] = other, heavy
+                load_P[[heavy, other]] += moved_KM[i, j] * np.array([-1.0, 1.0])
+                break
+        else:
             break
-        parts[heavy][i], parts[light][j] = parts[light][j], parts[heavy][i]
-        load_P[heavy] -= moved
-        load_P[light] += moved
-    return [sorted(rows) for rows in parts]
+    return float(load_P.max())
 
 
 def _pack(rows: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
