@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 import os
 import random
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,13 @@ def scalar_active_label(sample: ValueSample) -> float:
     )
 
 
+def _scalar_active_labels(dataset: ValuePretrainDataset) -> Iterator[float]:
+    """Yield each row's label: from the index of a data set that has one, else by reading every row."""
+    known = getattr(dataset, "scalar_active_labels", None)
+    for index, label in enumerate(known() if known is not None else (math.nan for _ in range(len(dataset)))):
+        yield scalar_active_label(dataset.get(index)) if math.isnan(label) else label
+
+
 def select_mixed_label_batches(
     dataset: ValuePretrainDataset, *, global_batch_size: int, num_batches: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -102,9 +111,9 @@ def select_mixed_label_batches(
             f"critic evaluation requires disjoint rows: {num_batches} batches of {global_batch_size} need {wanted}, "
             f"the split has {len(dataset)}"
         )
-    groups: dict[float, list[int]] = {}
-    for index in range(len(dataset)):
-        groups.setdefault(scalar_active_label(dataset.get(index)), []).append(index)
+    groups: dict[float, array[int]] = {}
+    for index, label in enumerate(_scalar_active_labels(dataset)):
+        groups.setdefault(label, array("q")).append(index)
     if len(groups) < 2:
         raise ValueError(
             f"critic evaluation needs rows of two distinct labels, the split has only {next(iter(groups)):g}"
@@ -121,7 +130,7 @@ def select_mixed_label_batches(
                 f"only rows labelled {fullest[0]:g} are left"
             )
         batches.append([groups[fullest[0]].pop(), groups[fullest[1]].pop()])
-    remaining = [index for group in groups.values() for index in group]
+    remaining = array("q", chain.from_iterable(groups.values()))
     rng.shuffle(remaining)
     taken = 0
     for batch in batches:

@@ -13,17 +13,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from miles.contracts.canonical import UTF8_BOM, StrictJsonError, parse_strict_json, require_int
+from miles.contracts.canonical import require_int
 from miles.contracts.chain import prune_link_records, write_link_record
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_schema import (
@@ -40,6 +38,10 @@ from miles.contracts.value_schema import (
     load_value_pretrain_contract,
     load_value_pretrain_manifest,
 )
+from miles.data import value_index, value_sample
+from miles.data.value_index import ValueIndex
+from miles.data.value_sample import ValueSample, parse_value_row
+from miles.data.value_scan import digest64
 from miles.value_evaluation import refuse_existing_report, select_mixed_label_batches
 
 __all__ = [
@@ -68,106 +70,17 @@ __all__ = [
     "write_value_pretrain_contract",
 ]
 
-MAX_ROW_BYTES = 64 << 20
-MAX_TOKEN_ID = 2**31 - 1
-_INT = {int}
-_MASK_TYPES = {int, bool}
-_NUMBER_TYPES = {int, float}
-
-
-@dataclass(frozen=True)
-class ValueSample:
-    """One row: prompt and response tokens, and a target and a mask for each of the `response_length` last tokens."""
-
-    sample_id: str
-    tokens: tuple[int, ...]
-    response_length: int
-    returns: tuple[float, ...]
-    loss_mask: tuple[int, ...]
-
-
-def _check_row(row: object, objective: ValueObjective) -> ValueSample:
-    if not isinstance(row, dict):
-        raise ValueError("must be a JSON object")
-    sample_id = row.get("sample_id")
-    if not isinstance(sample_id, str) or not sample_id:
-        raise ValueError(f"sample_id must be a non-empty string, got {sample_id!r}")
-    tokens = row.get("tokens")
-    # Types are compared as a set: a bool is an int to isinstance, and a loop over a million tokens is slow.
-    if not isinstance(tokens, list) or len(tokens) < 2 or set(map(type, tokens)) != _INT or min(tokens) < 0:
-        raise ValueError("tokens must be a list of at least two non-negative integers")
-    if max(tokens) > MAX_TOKEN_ID:
-        raise ValueError(f"tokens must be at most {MAX_TOKEN_ID}, got {max(tokens)}")
-    length = require_int(row.get("response_length"), field="response_length", minimum=1)
-    if length >= len(tokens):
-        raise ValueError(f"response_length {length} must leave at least one prompt token of {len(tokens)} tokens")
-    raw_returns = row.get("returns")
-    if not isinstance(raw_returns, list) or len(raw_returns) != length:
-        raise ValueError(f"returns must be a list of response_length={length} finite numbers")
-    if not set(map(type, raw_returns)) <= _NUMBER_TYPES:
-        raise ValueError("returns must be finite numbers")
-    try:
-        returns = tuple(map(float, raw_returns))
-    except OverflowError:
-        raise ValueError("returns must be finite numbers, got an integer too large for float64") from None
-    if not all(map(math.isfinite, returns)):
-        raise ValueError("returns must be finite numbers")
-    if objective.loss_type == "classification":
-        low, high = objective.reward_low, objective.reward_high
-        if min(returns) < low or max(returns) > high:
-            worst = min(returns) if min(returns) < low else max(returns)
-            raise ValueError(f"classification returns must stay inside [{low}, {high}], got {worst}")
-    raw_mask = row.get("loss_mask", [1] * length)
-    if not isinstance(raw_mask, list) or len(raw_mask) != length:
-        raise ValueError(f"loss_mask must be a list of response_length={length} zeros and ones")
-    mask_values = set(raw_mask) if set(map(type, raw_mask)) <= _MASK_TYPES else {2}
-    if not mask_values <= {0, 1}:
-        raise ValueError("loss_mask values must be 0, 1, false or true")
-    if 1 not in mask_values:
-        raise ValueError("loss_mask must select at least one target token")
-    return ValueSample(sample_id, tuple(tokens), length, returns, tuple(map(int, raw_mask)))
-
-
-def parse_value_row(line: bytes, *, objective: ValueObjective, location: str) -> ValueSample:
-    """Parse and validate one JSONL row (formulas A3).
-
-    Raises:
-        ValueError: beginning with `location`; CRLF line ends, NaN, duplicate keys and bytes that are not UTF-8 too.
-    """
-    if line.endswith(b"\r\n"):
-        raise ValueError(f"{location}: line ends in CRLF; expected LF")
-    try:
-        return _check_row(parse_strict_json(line.removesuffix(b"\n")), objective)
-    except StrictJsonError as error:
-        raise ValueError(f"{location}: invalid JSON: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{location}: {error}") from error
-
-
-def _digest64(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-class _RowIndex:
-    """Where each row begins, and 64 bits of the digest of its bytes: 16 bytes a row."""
-
-    def __init__(self) -> None:
-        self.offsets = array("Q")
-        self.digests = array("Q")
-        self.max_token_id = 0
-        self.max_tokens = 0
-
 
 class ValuePretrainDataset:
     """The rows of one split, verified when opened and again whenever one is read (formulas A3).
 
-    Opening reads the file once: it is hashed and every row validated in the same pass. Afterwards 16 bytes a row are
-    held, never the rows.
+    Opening reads the file once: it is hashed and every row validated in the same pass, on all cores where it is large
+    (`miles.data.value_scan`). Afterwards 24 bytes a row are held, never the rows. The index of a large file is cached
+    (`miles.data.value_index`): the next opening hashes the bytes and parses none.
 
     Attributes:
         spec: the split of the manifest it was opened from (`path`, `sha256`, `num_samples`).
         objective: the manifest's objective.
-        max_token_id: largest token id in any row.
         max_tokens: number of tokens of the longest row.
 
     Raises:
@@ -182,77 +95,62 @@ class ValuePretrainDataset:
         if not spec.path.is_file():
             raise FileNotFoundError(f"value-pretraining dataset does not exist: {spec.path}")
         self._index = self._open_and_verify()
-        self.max_token_id = self._index.max_token_id
         self.max_tokens = self._index.max_tokens
 
     def __len__(self) -> int:
-        return len(self._index.offsets)
+        return len(self._index)
 
-    def _open_and_verify(self) -> _RowIndex:
-        index, digest, path = _RowIndex(), hashlib.sha256(), self.spec.path
-        id_digests = array("Q")
-        bad_row: ValueError | None = None
-        with path.open("rb", buffering=1 << 20) as stream:
-            before = os.fstat(stream.fileno())
-            offset, line_number = 0, 0
-            while line := stream.readline(MAX_ROW_BYTES + 1):
-                line_number += 1
-                digest.update(line)
-                start, offset = offset, offset + len(line)
-                if bad_row is not None or line.isspace():
-                    continue
-                location = f"{path}:{line_number}"
-                try:
-                    if len(line) > MAX_ROW_BYTES:
-                        raise ValueError(f"{location}: row is longer than {MAX_ROW_BYTES} bytes")
-                    if start == 0 and line.startswith(UTF8_BOM):
-                        raise ValueError(f"{location}: starts with a byte-order mark; expected plain UTF-8")
-                    sample = parse_value_row(line, objective=self.objective, location=location)
-                except ValueError as error:
-                    # The rest is hashed first: a file that is not the manifest's is told so before its rows are.
-                    bad_row = error
-                    continue
-                index.offsets.append(start)
-                index.digests.append(_digest64(line))
-                id_digests.append(_digest64(sample.sample_id.encode("utf-8", "surrogatepass")))
-                index.max_token_id = max(index.max_token_id, max(sample.tokens))
-                index.max_tokens = max(index.max_tokens, len(sample.tokens))
-            after, named = os.fstat(stream.fileno()), os.stat(path)
-        if any(_identity(other) != _identity(before) for other in (after, named)):
+    def _open_and_verify(self) -> ValueIndex:
+        path, expected = self.spec.path, self.spec.sha256
+        opened = value_index.open_index(path, sha256=expected, objective=self.objective)
+        if opened.changed:
             raise ValueError(f"dataset changed while it was read: {path}")
-        if digest.hexdigest() != self.spec.sha256:
+        if opened.sha256 != expected:
+            # A file that is not the manifest's is told so before its rows are.
             raise ValueError(
-                f"dataset SHA-256 mismatch for {path}: expected {self.spec.sha256}, got {digest.hexdigest()}"
+                f"dataset SHA-256 mismatch for {path}: expected {expected}, got {opened.sha256}{self._crlf_hint()}"
             )
-        if bad_row is not None:
-            raise bad_row
-        self._index = index
-        self._refuse_duplicate_ids(id_digests)
-        if len(index.offsets) != self.spec.num_samples:
+        self._index = opened.index
+        if opened.bad_row is not None:
+            self._read_line(opened.bad_row, location=f"{path}:{self._line_number(opened.bad_row)}")
+            raise ValueError(f"dataset changed while it was read: {path}")
+        self._refuse_duplicate_ids(opened.suspects)
+        if len(opened.index) != self.spec.num_samples:
             raise ValueError(
-                f"dataset row-count mismatch for {path}: expected {self.spec.num_samples}, got {len(index.offsets)}"
+                f"dataset row-count mismatch for {path}: expected {self.spec.num_samples}, got {len(opened.index)}"
             )
-        return index
+        if not opened.cached and path.stat().st_size >= value_index.CACHE_FROM_BYTES:
+            value_index.write_cache(opened.index, path, sha256=expected, objective=self.objective)
+        return opened.index
 
-    def _refuse_duplicate_ids(self, id_digests: array[int]) -> None:
-        order = sorted(range(len(id_digests)), key=id_digests.__getitem__)
-        suspects: set[int] = set()
-        for left, right in pairwise(order):
-            if id_digests[left] == id_digests[right]:
-                suspects.update((left, right))
+    def _crlf_hint(self) -> str:
+        with self.spec.path.open("rb") as stream:
+            return ", its lines end in CRLF: was it converted?" if stream.readline(1 << 20).endswith(b"\r\n") else ""
+
+    def _refuse_duplicate_ids(self, suspects: Sequence[int]) -> None:
         first: dict[str, int] = {}
-        for row in sorted(suspects):
+        for row in suspects:
             sample_id = self.get(row).sample_id
             if sample_id in first:
                 raise ValueError(
                     f"{self._location(row)}: duplicate sample_id {sample_id!r}, first at line "
-                    f"{self._line_number(first[sample_id])}"
+                    f"{self._line_number(self._offset(first[sample_id]))}"
                 )
             first[sample_id] = row
 
-    def _line_number(self, row: int) -> int:
+    def _offset(self, row: int) -> int:
+        return int(self._index.offsets[row])
+
+    def _read_line(self, offset: int, *, location: str) -> ValueSample:
+        with self.spec.path.open("rb") as stream:
+            stream.seek(offset)
+            return parse_value_row(
+                stream.readline(value_sample.MAX_ROW_BYTES + 1), objective=self.objective, location=location
+            )
+
+    def _line_number(self, offset: int) -> int:
         # Counted only for a message: blank lines make it differ from the row number.
-        left, lines = self._index.offsets[row], 1
+        left, lines = offset, 1
         with self.spec.path.open("rb") as stream:
             while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
                 left -= len(chunk)
@@ -260,7 +158,7 @@ class ValuePretrainDataset:
         return lines
 
     def _location(self, row: int) -> str:
-        return f"{self.spec.path}:{self._line_number(row)}"
+        return f"{self.spec.path}:{self._line_number(self._offset(row))}"
 
     def get(self, index: int) -> ValueSample:
         """Read row `index` again, verified against the bytes seen when the dataset was opened.
@@ -277,14 +175,18 @@ class ValuePretrainDataset:
         samples = []
         with self.spec.path.open("rb") as stream:
             for index in indices:
-                stream.seek(self._index.offsets[index])
-                line = stream.readline(MAX_ROW_BYTES + 1)
-                if _digest64(line) != self._index.digests[index]:
+                stream.seek(self._offset(index))
+                line = stream.readline(value_sample.MAX_ROW_BYTES + 1)
+                if digest64(line) != int(self._index.digests[index]):
                     raise ValueError(f"dataset changed since it was opened: row {index} of {self.spec.path}")
                 samples.append(
                     parse_value_row(line, objective=self.objective, location=f"{self.spec.path} row {index}")
                 )
         return samples
+
+    def scalar_active_labels(self) -> Iterator[float]:
+        """Yield each row's one return at its active tokens, from the index; NaN for a row that has several."""
+        return map(float, self._index.labels)
 
     def batch_indices(self, *, global_batch_size: int, epochs: int, seed: int) -> Iterator[tuple[int, ...]]:
         """Yield the deterministic batch plan: one tuple of row indices per optimizer step (formulas A3.1).
@@ -300,7 +202,8 @@ class ValuePretrainDataset:
 
     def _batches(self, global_batch_size: int, epochs: int, seed: int) -> Iterator[tuple[int, ...]]:
         for epoch in range(epochs):
-            rows = list(range(len(self)))
+            # Eight bytes a row; a list of a million integers takes forty.
+            rows = array("q", range(len(self)))
             random.Random(seed + epoch).shuffle(rows)
             for start in range(0, len(rows) - global_batch_size + 1, global_batch_size):
                 yield tuple(rows[start : start + global_batch_size])
@@ -326,10 +229,6 @@ class ValuePretrainDataset:
             "sample_indices": list(indices),
             "sample_ids": [sample.sample_id for sample in samples],
         }
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def value_pretrain_num_steps(*, num_samples: int, global_batch_size: int, epochs: int) -> int:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from miles.value_pretraining import ValuePretrainDataset, load_value_pretrain_manifest, parse_value_row
+from miles.value_pretraining import ValuePretrainDataset, load_value_pretrain_manifest
 
 MSE = {"loss_type": "mse"}
 
@@ -30,7 +30,6 @@ def test_dataset_get_returns_the_row_and_build_rollout_batch_its_columns(open_da
         "sample_indices": [3, 1],
         "sample_ids": ["sample-3", "sample-1"],
     }
-    assert dataset.max_token_id == 43
     assert dataset.max_tokens == 4
     assert dataset.spec.path.name == "train.jsonl"
 
@@ -99,7 +98,8 @@ def test_dataset_row_without_a_required_field_is_refused(open_dataset, value_row
         (b'{"returns":[NaN]}', "NaN is not valid JSON"),
         (b'{"returns":[Infinity]}', "Infinity is not valid JSON"),
         (b'{"sample_id":"\xe9"}', "not UTF-8: byte 0xe9 at offset 14"),
-        (b'{"sample_id":"a"}\r', "line ends in CRLF"),
+        (b'{"sample_id":"a"} x', "invalid JSON: Extra data: line 1 column 19"),
+        (b"\xef\xbb\xbf{}", "starts with a byte-order mark"),
     ],
 )
 def test_dataset_line_that_is_no_strict_json_is_refused(open_dataset, value_row, to_jsonl, line, message):
@@ -119,7 +119,7 @@ def test_dataset_return_that_overflows_is_refused(open_dataset, value_row, to_js
 
 
 def test_dataset_row_longer_than_the_limit_is_refused(open_dataset, value_row, monkeypatch):
-    monkeypatch.setattr("miles.value_pretraining.MAX_ROW_BYTES", 200)
+    monkeypatch.setattr("miles.data.value_sample.MAX_ROW_BYTES", 200)
     with pytest.raises(ValueError, match=r"train\.jsonl:2: row is longer than 200 bytes"):
         open_dataset([value_row(0), value_row(1, tokens=list(range(300))), value_row(2)])
 
@@ -160,18 +160,6 @@ def test_dataset_index_outside_is_index_error(open_dataset, value_row, index):
         dataset.get(index)
     with pytest.raises(IndexError):
         dataset.build_rollout_batch([0, index])
-
-
-def test_dataset_changed_while_it_is_read_is_refused(make_manifest, value_row, monkeypatch):
-    manifest = load_value_pretrain_manifest(make_manifest([value_row(i) for i in range(3)]))
-
-    def parse_and_touch(line, *, objective, location):
-        os.utime(manifest.train.path, ns=(1, 1))
-        return parse_value_row(line, objective=objective, location=location)
-
-    monkeypatch.setattr("miles.value_pretraining.parse_value_row", parse_and_touch)
-    with pytest.raises(ValueError, match=r"dataset changed while it was read: .*train\.jsonl"):
-        ValuePretrainDataset(manifest.train, manifest.objective)
 
 
 def test_dataset_changed_after_it_was_opened_is_refused_at_get(open_dataset, value_row):
