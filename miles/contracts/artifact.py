@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,32 @@ def _regular_files(folder: Path) -> list[str]:
     return sorted(name for name in names if name != CHECKPOINT_MANIFEST_NAME)
 
 
-def _hash_all(folder: Path, names: list[str], progress: Callable[[int], None] | None) -> list[str]:
-    workers = max(1, min(8, os.cpu_count() or 1, len(names)))
+def in_parallel(jobs: Sequence[tuple[int, Callable[[], Any]]]) -> list[Future[Any]]:
+    """Run jobs, each with its size, on all cores, the largest first; return their finished futures in order.
+
+    Hashing leaves Python's lock, so threads do. An interrupt drops the jobs that have not begun.
+    """
+    workers = max(1, min(16, os.cpu_count() or 1, len(jobs)))
+    futures: dict[int, Future[Any]] = {}
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda name: sha256_file(folder / name, progress=progress), names))
+        try:
+            for i in sorted(range(len(jobs)), key=lambda i: -jobs[i][0]):
+                futures[i] = pool.submit(jobs[i][1])
+            wait(futures.values())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [futures[i] for i in range(len(jobs))]
+
+
+def hash_files(paths: Sequence[Path], *, progress: Callable[[int], None] | None = None) -> list[str]:
+    """Return the SHA-256 of each file, all hashed side by side.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    jobs = [(path.stat().st_size, partial(sha256_file, path, progress=progress)) for path in paths]
+    return [future.result() for future in in_parallel(jobs)]
 
 
 def write_checkpoint_manifest(folder: str | os.PathLike[str], **facts: Any) -> dict[str, Any]:
@@ -64,7 +87,7 @@ def write_checkpoint_manifest(folder: str | os.PathLike[str], **facts: Any) -> d
     if not names:
         raise ValueError(f"{folder}: a checkpoint without files cannot have a manifest")
     sizes = [(folder / name).stat().st_size for name in names]
-    digests = _hash_all(folder, names, None)
+    digests = hash_files([folder / name for name in names])
     files = [{"path": n, "size": s, "sha256": d} for n, s, d in zip(names, sizes, digests, strict=True)]
     manifest = sealed({"schema": CHECKPOINT_MANIFEST_SCHEMA, "facts": facts, "files": files})
     publish_bytes(folder / CHECKPOINT_MANIFEST_NAME, canonical_json_bytes(manifest))
@@ -125,21 +148,40 @@ def verify_checkpoint_manifest(
             manifest itself was changed. The message begins with the path of the first such file.
     """
     folder = Path(folder)
+    manifest = check_checkpoint_listing(folder, expected_sha256=expected_sha256)
+    check_checkpoint_digests(folder, manifest, hash_files(checkpoint_files(folder, manifest), progress=progress))
+    return manifest
+
+
+def check_checkpoint_listing(folder: str | os.PathLike[str], *, expected_sha256: str | None = None) -> dict[str, Any]:
+    """Check that just the listed files are there, each of its size, and return the manifest; nothing is hashed.
+
+    Raises:
+        FileNotFoundError, ValueError: as `verify_checkpoint_manifest`.
+    """
+    folder = Path(folder)
     manifest = read_checkpoint_manifest(folder, expected_sha256=expected_sha256)
-    listed = {entry["path"]: entry for entry in manifest["files"]}
-    present = _regular_files(folder)
-    for name, entry in sorted(listed.items()):
-        path = folder / name
-        if not path.is_file():
+    present = set(_regular_files(folder))
+    for entry in manifest["files"]:
+        path = folder / entry["path"]
+        if entry["path"] not in present:
             raise FileNotFoundError(f"{path}: listed in {CHECKPOINT_MANIFEST_NAME} but missing")
         size = path.stat().st_size
         if size != entry["size"]:
             raise ValueError(f"{path}: size mismatch: expected {entry['size']} bytes, got {size}")
-    for name in present:
-        if name not in listed:
-            raise ValueError(f"{folder / name}: not listed in {CHECKPOINT_MANIFEST_NAME}")
-    names = sorted(listed)
-    for name, digest in zip(names, _hash_all(folder, names, progress), strict=True):
-        if digest != listed[name]["sha256"]:
-            raise ValueError(f"{folder / name}: SHA-256 mismatch: expected {listed[name]['sha256']}, got {digest}")
+    if unlisted := present - {entry["path"] for entry in manifest["files"]}:
+        raise ValueError(f"{folder / min(unlisted)}: not listed in {CHECKPOINT_MANIFEST_NAME}")
     return manifest
+
+
+def checkpoint_files(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
+    """Return the files of a checkpoint in the order of its manifest."""
+    return [folder / entry["path"] for entry in manifest["files"]]
+
+
+def check_checkpoint_digests(folder: Path, manifest: Mapping[str, Any], digests: Sequence[str]) -> None:
+    """Raise ValueError naming the first file whose SHA-256 in `digests` is not the manifest's."""
+    for entry, digest in zip(manifest["files"], digests, strict=True):
+        if digest != entry["sha256"]:
+            path = folder / entry["path"]
+            raise ValueError(f"{path}: SHA-256 mismatch: expected {entry['sha256']}, got {digest}")

@@ -2,11 +2,14 @@
 
 Each artifact pins the one before it by SHA-256, so walking back from any of them finds all of them:
 
-    run.json  --sha-->  contract, evaluation report, the run's own checkpoints and files
+    run.json  --sha-->  contract, evaluation report, config.yaml, the run's own checkpoints
     report    --sha-->  manifest, contract, checkpoint manifest
     contract  --sha-->  manifest, train data;  its link record  --sha-->  checkpoint manifest
     manifest  --sha-->  train data, held-out data
     checkpoint manifest  --size, sha-->  every file of the checkpoint
+
+Nothing pins run.json, the last link: its seal finds a change, not a forgery. Metrics, rollouts and logs of a run are
+its account, not links, and superseded checkpoints are no longer spoken of.
 
 A link record (`value_pretrain_links/<contract sha256>.json` beside the contract) holds what the contract's fixed
 format has no room for: where the manifest lies and which checkpoint bytes the contract speaks of.
@@ -14,20 +17,25 @@ format has no room for: where the manifest lies and which checkpoint bytes the c
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from miles.contracts.artifact import (
     CHECKPOINT_MANIFEST_NAME,
     CHECKPOINT_MANIFEST_SCHEMA,
+    check_checkpoint_digests,
+    check_checkpoint_listing,
+    checkpoint_files,
+    in_parallel,
     read_checkpoint_manifest,
-    verify_checkpoint_manifest,
 )
 from miles.contracts.canonical import (
+    CHUNK_BYTES,
     StrictJsonError,
     canonical_json_bytes,
     check_seal,
@@ -55,6 +63,7 @@ from miles.contracts.value_schema import (
 LINK_FOLDER_NAME = "value_pretrain_links"
 LINK_SCHEMA = "miles.value-pretrain-link.v1"
 RUN_RECORD_NAME = "run.json"
+RUN_CONFIG_NAME = "config.yaml"
 RUN_SCHEMA = "miles.run.v1"
 
 _STAGES = (
@@ -66,7 +75,7 @@ _STAGES = (
     "checkpoint",
     "evaluation report",
     "run",
-    "run file",
+    "run settings",
     "run checkpoint",
 )
 
@@ -137,15 +146,6 @@ def describe_checkpoint(run_dir: str | os.PathLike[str], checkpoint: str | os.Pa
     }
 
 
-def describe_files(run_dir: str | os.PathLike[str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the `files` entries of a run record: path relative to the run folder, size, SHA-256."""
-    described = []
-    for name in names:
-        path = Path(run_dir) / name
-        described.append({"path": name, "size": path.stat().st_size, "sha256": sha256_file(path)})
-    return described
-
-
 def describe_value_pretraining(
     run_dir: str | os.PathLike[str],
     *,
@@ -167,7 +167,8 @@ def write_run_record(run_dir: str | os.PathLike[str], record: Mapping[str, Any])
 
     Args:
         record: anything JSON can say. The chain reads `value_pretraining` (an object or None), `checkpoints` (a list
-            of `describe_checkpoint`) and `files` (a list of `describe_files`), each optional.
+            of `describe_checkpoint`) and `starts` (objects with the `config_sha256` of config.yaml, of which the last
+            one's file is there), each optional.
     """
     body = {"schema": RUN_SCHEMA, **record}
     written = sealed(body)
@@ -204,6 +205,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def _fail(error: Exception) -> str:
+    raise error
+
+
 def _short(digest: str) -> str:
     return f"sha256 {digest[:12]}"
 
@@ -232,16 +237,74 @@ def _read_link_record(path: Path) -> dict[str, Any]:
     return record
 
 
-class _Walk:
-    """Collects links; every artifact is looked at once, however many others point to it."""
+class Progress(Protocol):
+    """Told how many bytes are to be hashed, then of each piece that was; pieces come from several threads."""
 
-    def __init__(self, progress: Callable[[int], None] | None) -> None:
+    def start(self, total_bytes: int) -> None: ...
+
+    def __call__(self, count: int) -> None: ...
+
+
+_LINE_WITH_TEXT = re.compile(rb"\S[^\n]*")
+
+
+def _count_rows(path: Path) -> int:
+    """Number of lines that are not blank."""
+    rows, open_line_counted = 0, False
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            pieces = [match.span() for match in _LINE_WITH_TEXT.finditer(chunk)]
+            line_end = chunk.find(b"\n")
+            goes_on = open_line_counted and bool(pieces) and (line_end < 0 or pieces[0][0] < line_end)
+            rows += len(pieces) - goes_on
+            open_line_counted = (bool(pieces) and pieces[-1][1] == len(chunk)) or (open_line_counted and line_end < 0)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A link that leads nowhere: large files to read at the end of the walk, and a proof from what was read."""
+
+    name: str
+    path: Path
+    jobs: list[tuple[int, Callable[[], Any]]]
+    proof: Callable[..., str]
+
+
+class _Walk:
+    """Collects links; every artifact is looked at once, however many others point to it.
+
+    The walk itself reads small files only. What is large and leads nowhere (data, shards) is hashed at its end, all
+    files together, so that the cores share them and the whole is known beforehand.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._links: list[Link] = []
         self._seen: dict[tuple[str, Path], int] = {}
+        self._leaves: list[_Leaf] = []
 
     def links(self) -> list[Link]:
+        """Read what is left to read, and return all links from the manifest to the run."""
+        jobs = [job for leaf in self._leaves for job in leaf.jobs]
+        if self._progress is not None:
+            self._progress.start(sum(size for size, _ in jobs))
+        results = iter(in_parallel(jobs))
+        for leaf in self._leaves:
+            mine = [next(results) for _ in leaf.jobs]
+            self._add(leaf.name, leaf.path, lambda leaf=leaf, mine=mine: leaf.proof(*(f.result() for f in mine)))
+        self._leaves.clear()
         return sorted(self._links, key=lambda link: _STAGES.index(link.name))
+
+    def _hash(self, path: Path) -> tuple[int, Callable[[], str]]:
+        size = path.stat().st_size if path.is_file() else 0
+        return size, partial(sha256_file, path, progress=self._progress)
+
+    def _add_leaf(
+        self, name: str, path: Path, jobs: list[tuple[int, Callable[[], Any]]], proof: Callable[..., str]
+    ) -> None:
+        if not self._known(name, path):
+            self._leaves.append(_Leaf(name, path, jobs, proof))
 
     def _add(self, name: str, path: Path, proof: Callable[[], str]) -> bool:
         try:
@@ -264,7 +327,8 @@ class _Walk:
         return link.ok
 
     def _known(self, name: str, path: Path) -> bool:
-        return (name, path.resolve()) in self._seen
+        waiting = {(leaf.name, leaf.path.resolve()) for leaf in self._leaves}
+        return (name, path.resolve()) in self._seen.keys() | waiting
 
     def manifest(self, path: Path, expected: str | None, *, pinned_by: str) -> None:
         fresh = not self._known("manifest", path)
@@ -299,23 +363,14 @@ class _Walk:
         self._add("conversion report", path, proof)
 
     def _data(self, name: str, spec: ValueDatasetSpec) -> None:
-        def proof() -> str:
-            if not spec.path.is_file():
-                raise FileNotFoundError("missing")
-            digest, rows = hashlib.sha256(), 0
-            with spec.path.open("rb", buffering=1 << 20) as stream:
-                for line in stream:
-                    digest.update(line)
-                    rows += not line.isspace()
-                    if self._progress is not None:
-                        self._progress(len(line))
-            if digest.hexdigest() != spec.sha256:
-                raise ValueError(f"SHA-256 mismatch: manifest says {spec.sha256}, the file is {digest.hexdigest()}")
+        def proof(digest: str, rows: int) -> str:
+            if digest != spec.sha256:
+                raise ValueError(f"SHA-256 mismatch: manifest says {spec.sha256}, the file is {digest}")
             if rows != spec.num_samples:
                 raise ValueError(f"row count mismatch: manifest says {spec.num_samples}, the file has {rows}")
             return f"{rows} rows, {_short(spec.sha256)}"
 
-        self._add(name, spec.path, proof)
+        self._add_leaf(name, spec.path, [self._hash(spec.path), (0, partial(_count_rows, spec.path))], proof)
 
     def critic(self, folder: Path, expected: str | None, *, pinned_by: str) -> None:
         path = folder / VALUE_PRETRAIN_CONTRACT_NAME
@@ -401,16 +456,25 @@ class _Walk:
         self, folder: Path, expected: str | None, *, name: str, pinned_by: str, iteration: int | None = None
     ) -> None:
         if self._known(name, folder):
-            if expected is not None:
-                self._add(name, folder, lambda: str(read_checkpoint_manifest(folder, expected_sha256=expected)))
+            # Its files are looked at once; another pin on the manifest is another matter.
+            try:
+                read_checkpoint_manifest(folder, expected_sha256=expected)
+            except (ValueError, OSError) as error:
+                self._add(name, folder, partial(_fail, error))
             return
 
-        def proof() -> str:
+        try:
             if not folder.is_dir():
                 raise FileNotFoundError("missing")
             if expected is not None:
                 _require_digest(folder / CHECKPOINT_MANIFEST_NAME, expected, pinned_by=pinned_by)
-            manifest = verify_checkpoint_manifest(folder, progress=self._progress)
+            manifest = check_checkpoint_listing(folder)
+        except (ValueError, OSError) as error:
+            self._add(name, folder, partial(_fail, error))
+            return
+
+        def proof(*digests: str) -> str:
+            check_checkpoint_digests(folder, manifest, digests)
             facts = manifest["facts"]
             if iteration is not None and facts.get("iteration", iteration) != iteration:
                 raise ValueError(
@@ -421,7 +485,7 @@ class _Walk:
             size = sum(entry["size"] for entry in manifest["files"])
             return f"{len(manifest['files'])} files, {size / 1e6:.1f} MB"
 
-        self._add(name, folder, proof)
+        self._add_leaf(name, folder, [self._hash(path) for path in checkpoint_files(folder, manifest)], proof)
 
     def report(self, path: Path, expected: str | None, *, pinned_by: str, critic_folder: Path | None = None) -> None:
         report: dict[str, Any] = {}
@@ -494,16 +558,15 @@ class _Walk:
             for entry in record.get("checkpoints", []):
                 require_text(entry["path"], field="checkpoints path")
                 require_sha256(entry["manifest_sha256"], field="checkpoints manifest_sha256")
-            for entry in record.get("files", []):
-                require_text(entry["path"], field="files path")
-                require_sha256(entry["sha256"], field="files sha256")
+            for entry in record.get("starts", []):
+                require_sha256(entry["config_sha256"], field="starts config_sha256")
             used = record.get("value_pretraining")
             if used is not None:
                 require_text(used["contract_path"], field="value_pretraining.contract_path")
                 require_sha256(used["contract_sha256"], field="value_pretraining.contract_sha256")
                 if used.get("eval_report_path") is not None:
                     require_sha256(used["eval_report_sha256"], field="value_pretraining.eval_report_sha256")
-            return f"{len(record.get('checkpoints', []))} checkpoints, {len(record.get('files', []))} files"
+            return f"{len(record.get('starts', []))} starts, {len(record.get('checkpoints', []))} checkpoints"
 
         if not self._add("run", folder / RUN_RECORD_NAME, proof):
             return
@@ -518,8 +581,9 @@ class _Walk:
                     pinned_by="the run",
                     critic_folder=contract.parent,
                 )
-        for entry in record.get("files", []):
-            self._run_file(folder / entry["path"], entry)
+        starts = record.get("starts", [])
+        if starts:
+            self._config(folder / RUN_CONFIG_NAME, starts[-1]["config_sha256"])
         for entry in record.get("checkpoints", []):
             self.checkpoint(
                 (folder / entry["path"]).resolve(),
@@ -528,20 +592,21 @@ class _Walk:
                 pinned_by="the run",
             )
 
-    def _run_file(self, path: Path, entry: Mapping[str, Any]) -> None:
-        def proof() -> str:
-            _require_digest(path, entry["sha256"], pinned_by="the run")
-            return f"{entry['size']} bytes, {_short(entry['sha256'])}"
+    def _config(self, path: Path, expected: str) -> None:
+        def proof(digest: str) -> str:
+            if digest != expected:
+                raise ValueError(f"SHA-256 mismatch: the run says {expected}, the file is {digest}")
+            return f"{_short(digest)}, as the run says"
 
-        self._add("run file", path, proof)
+        self._add_leaf("run settings", path, [self._hash(path)], proof)
 
 
-def verify_chain(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Link]:
+def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = None) -> list[Link]:
     """Walk the chain from any of its artifacts, and return its links from the manifest to the run.
 
     Args:
         path: a run folder, a critic folder, one checkpoint folder, an evaluation report, a contract or a manifest.
-        progress: told the number of bytes after each piece that was hashed; called from several threads.
+        progress: told how many bytes there are to hash, and of each piece that was; called from several threads.
 
     Raises:
         FileNotFoundError: `path` does not exist.

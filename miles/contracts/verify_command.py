@@ -22,22 +22,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class _Progress:
-    """Bytes hashed so far, on one line of standard error, on a terminal only."""
+class ProgressBar:
+    """A bar over the bytes to hash, with rate and time left, on one line of standard error."""
+
+    WIDTH = 30
 
     def __init__(self) -> None:
-        self._bytes, self._start, self._shown = 0, time.monotonic(), 0.0
+        self._done, self._total, self._start, self._shown = 0, 0, 0.0, 0.0
         self._lock = threading.Lock()
+
+    def start(self, total_bytes: int) -> None:
+        self._total, self._start = total_bytes, time.monotonic()
 
     def __call__(self, count: int) -> None:
         with self._lock:
-            self._bytes += count
+            self._done += count
             now = time.monotonic()
             if now - self._shown > 0.1:
                 self._shown = now
-                rate = self._bytes / max(now - self._start, 1e-9) / 1e6
-                sys.stderr.write(f"\r\033[K  hashing: {self._bytes / 1e6:,.0f} MB at {rate:,.0f} MB/s")
+                sys.stderr.write(f"\r\033[K{self.line(now - self._start)}")
                 sys.stderr.flush()
+
+    def line(self, seconds: float) -> str:
+        """The bar after `seconds` of hashing."""
+        # A file may grow while it is read.
+        share = min(self._done / max(self._total, 1), 1.0)
+        rate = self._done / max(seconds, 1e-9)
+        left = (self._total - self._done) / max(rate, 1e-9)
+        bar = ("#" * round(share * self.WIDTH)).ljust(self.WIDTH, ".")
+        return (
+            f"  [{bar}] {share:4.0%} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.0f} MB/s, "
+            f"{max(left, 0.0):,.0f} s left"
+        )
 
     def clear(self) -> None:
         if self._shown:
@@ -55,7 +71,7 @@ def run(ns: argparse.Namespace) -> int:
     def paint(text: str, code: str) -> str:
         return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() else text
 
-    progress = _Progress() if sys.stderr.isatty() else None
+    progress = ProgressBar() if sys.stderr.isatty() else None
     try:
         links = verify_chain(ns.path, progress=progress)
     except (ValueError, OSError) as error:

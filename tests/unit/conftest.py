@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from miles.contracts.artifact import write_checkpoint_manifest
+from miles.contracts.canonical import sha256_file
 from miles.contracts.chain import (
     describe_checkpoint,
-    describe_files,
     describe_value_pretraining,
     iteration_folder,
     write_run_record,
@@ -198,7 +198,7 @@ def build_chain(root: Path) -> ValueChain:
             "commit": "0" * 40,
             "value_pretraining": describe_value_pretraining(run, critic_load=critic, eval_report=report_path),
             "checkpoints": [describe_checkpoint(run, saved)],
-            "files": describe_files(run, ["config.yaml"]),
+            "starts": [{"config_sha256": "0" * 64}, {"config_sha256": sha256_file(run / "config.yaml")}],
         },
     )
     return ValueChain(root, data, critic, report_path, run)

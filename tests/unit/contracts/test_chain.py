@@ -5,14 +5,20 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from miles.contracts.artifact import write_checkpoint_manifest
+from miles.contracts.artifact import in_parallel, write_checkpoint_manifest
 from miles.contracts.canonical import canonical_json_bytes, readable_json_bytes, sealed, sha256_file
-from miles.contracts.chain import first_broken, verify_chain, write_link_record
-from miles.contracts.verify_command import add_arguments, run
+from miles.contracts.chain import _count_rows, first_broken, verify_chain, write_link_record
+from miles.contracts.verify_command import ProgressBar, add_arguments, run
 
 # File, relative to the chain's root -> the link that must be named. "link record" files belong to the contract.
 OWNERS = (
@@ -25,7 +31,7 @@ OWNERS = (
     ("critic/iter_0000004/", "checkpoint"),
     ("eval_report.json", "evaluation report"),
     ("run/run.json", "run"),
-    ("run/config.yaml", "run file"),
+    ("run/config.yaml", "run settings"),
     ("run/checkpoints/iter_0000003/", "run checkpoint"),
 )
 # The checkpoint of step 2 was superseded: no link of the chain speaks of it any more.
@@ -56,7 +62,7 @@ def test_verify_whole_chain_holds_from_every_entry(value_chain):
     names = [link.name for link in verify_chain(value_chain.run)]
     assert names == [
         "manifest", "train data", "held-out data", "conversion report", "contract", "checkpoint",
-        "evaluation report", "run", "run file", "run checkpoint",
+        "evaluation report", "run", "run settings", "run checkpoint",
     ]  # fmt: skip
     for path, count in entries.items():
         links = verify_chain(path)
@@ -143,7 +149,7 @@ def test_verify_run_record_deleted_or_unsealed_is_refused(value_chain):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"checkpoints": None}, {"files": [3]}, {"value_pretraining": {}}, {"checkpoints": [{"path": "x"}]}],
+    [{"checkpoints": None}, {"starts": [3]}, {"value_pretraining": {}}, {"checkpoints": [{"path": "x"}]}],
 )
 def test_verify_run_record_malformed_but_sealed_is_a_broken_link(value_chain, changes):
     record = value_chain.run / "run.json"
@@ -243,6 +249,62 @@ def test_verify_row_count_differs_from_manifest_is_caught(make_manifest, value_r
     manifest["train"]["num_samples"] = 3
     path.write_text(json.dumps(manifest))
     assert "row count mismatch" in first_broken(verify_chain(path)).detail
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"x", b" ", b"\n", b"\r", b"\t\n", b"yy\n"]), max_size=30).map(b"".join),
+    st.integers(1, 7),
+)
+def test_rows_counted_in_pieces_of_any_size_equal_lines_that_are_not_blank(data, size):
+    with tempfile.NamedTemporaryFile() as file, mock.patch("miles.contracts.chain.CHUNK_BYTES", size):
+        file.write(data)
+        file.flush()
+        assert _count_rows(Path(file.name)) == sum(bool(line.strip()) for line in data.split(b"\n"))
+
+
+class Bytes:
+    """Progress that only counts."""
+
+    def __init__(self) -> None:
+        self.total, self.done = -1, 0
+
+    def start(self, total_bytes: int) -> None:
+        assert self.done == 0
+        self.total = total_bytes
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+
+
+def test_verify_progress_knows_the_bytes_to_hash_before_the_first_is_hashed(value_chain):
+    seen = Bytes()
+    verify_chain(value_chain.run, progress=seen)
+    shards = [f for f in value_chain.files() if f.suffix == ".distcp" and SUPERSEDED.split("/")[1] not in f.parts]
+    assert seen.done == seen.total >= sum(f.stat().st_size for f in [*shards, value_chain.data / "train.jsonl"])
+
+
+def test_progress_bar_shows_share_rate_and_time_left():
+    bar = ProgressBar()
+    bar.start(400_000_000)
+    bar(100_000_000)
+    assert bar.line(0.5) == f"  [{'#' * 8}{'.' * 22}]  25% of 400 MB, 200 MB/s, 2 s left"
+
+
+def test_verify_interrupted_drops_what_has_not_begun(monkeypatch):
+    begun = []
+
+    def job(number):
+        begun.append(number)
+        time.sleep(0.05)
+
+    def interrupt(futures):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("miles.contracts.artifact.wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel([(1, partial(job, i)) for i in range(200)])
+    assert len(begun) <= 16
 
 
 def command(path: Path) -> int:
