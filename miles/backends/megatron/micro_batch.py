@@ -39,6 +39,8 @@ class MicroBatch:
     """Bool: the token counts in the loss."""
     row_T: torch.Tensor
     """Which row of the micro-batch each response token belongs to."""
+    sequence_tokens_B: torch.Tensor
+    """Trainable tokens of the whole sequence, of which a row may be one segment, that each of B rows belongs to."""
     columns: dict[str, torch.Tensor]
     """Further per-token columns, float32 [T]."""
     sample_indices: list[int]
@@ -80,6 +82,9 @@ def build_micro_batch(
     tokens = [shard["tokens"][row] for row in rows]
     lengths_B = np.array([len(t) for t in tokens], dtype=np.int64)
     responses_B = np.array([shard["response_lengths"][row] for row in rows], dtype=np.int64)
+    masks = [shard["loss_masks"][row] for row in rows]
+    own_B = [np.count_nonzero(mask) for mask in masks]
+    whole_B = [shard["sequence_tokens"][row] for row in rows] if "sequence_tokens" in shard else own_B
     chunks = 1 if context_group is None else 2 * context_group.size()
 
     if packed:
@@ -117,8 +122,9 @@ def build_micro_batch(
         targets_L=put(targets_L),
         places_L=None if places_L is None else put(places_L),
         context_group=context_group,
-        mask_T=put(_concatenate([shard["loss_masks"][row] for row in rows], np.bool_)),
+        mask_T=put(_concatenate(masks, np.bool_)),
         row_T=put(np.repeat(np.arange(len(rows)), responses_B)),
+        sequence_tokens_B=put(np.array(whole_B, dtype=np.int64)),
         columns={name: put(_concatenate([shard[name][row] for row in rows], np.float32)) for name in columns},
         sample_indices=[int(shard["sample_indices"][row]) for row in rows],
         response_lengths=responses_B.tolist(),

@@ -1,5 +1,6 @@
-"""What is optimised: value regression or classification, PPO's policy loss, log-likelihood. Pure functions of tensors,
-except that token log-probabilities are summed over the tensor-parallel group."""
+"""What is optimised: value regression or classification, the policy's loss, log-likelihood. Pure functions of tensors,
+except that token log-probabilities are summed over the tensor-parallel group and tokens joined over the
+context-parallel one."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.algorithms.aggregation import masked, masked_sum
-from miles.algorithms.policy_losses import ppo_clip
+from miles.algorithms.aggregation import aggregate, loss_denominator, masked, masked_sum
+from miles.algorithms.policy_losses import PolicyLoss
 from miles.algorithms.value_losses import (
     EV_STATS,
     classification_value_loss,
@@ -21,6 +22,7 @@ from miles.algorithms.value_losses import (
 )
 from miles.backends.megatron.micro_batch import MicroBatch
 from miles.backends.megatron.parallel import ParallelState
+from miles.backends.megatron.policy import constant_length, policy_loss_of
 from miles.backends.megatron.vocab_parallel import gather_columns, token_log_probs
 
 Result = tuple[torch.Tensor, dict[str, Any]]
@@ -144,33 +146,68 @@ class TokenReader:
 
 
 @dataclass(frozen=True)
-class PolicyObjective(TokenMean):
-    """PPO's clipped surrogate minus `entropy_coef` times the entropy."""
+class PolicyObjective:
+    """The actor's loss, see miles.algorithms.policy_losses, aggregated over the whole batch."""
 
     reader: TokenReader
-    eps_clip: float
-    eps_clip_high: float
-    entropy_coef: float
+    loss: PolicyLoss
+    aggregation: str
+    constant_length: float | None
+    """Only for the aggregation "seq-mean-token-sum-norm"."""
+    own_old_log_probs: bool
+    """The batch carries no old log-probabilities: they are those of this very forward pass (one step per batch)."""
+    correction_weight_mean: float | None = None
 
-    columns = ("advantages", "old_log_probs")
-    metric_names = ("tokens", "policy_loss", "entropy", "clipped", "approx_kl", "ratio_max", "ratio_min")
+    @classmethod
+    def from_args(cls, args: Any, shard: Mapping[str, Any], *, reader: TokenReader) -> PolicyObjective:
+        return cls(
+            reader=reader,
+            loss=policy_loss_of(args),
+            aggregation=args.loss_agg_mode,
+            constant_length=constant_length(args),
+            own_old_log_probs="old_log_probs" not in shard,
+            correction_weight_mean=shard["global_counts"].get("correction_weight_mean"),
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(name for name in self.loss.columns if not (self.own_old_log_probs and name == "old_log_probs"))
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return self.loss.metric_names
+
+    def denominator(self, global_counts: Mapping[str, int]) -> float:
+        return loss_denominator(
+            self.aggregation,
+            num_tokens=global_counts["tokens"],
+            num_sequences=global_counts["sequences"],
+            constant=self.constant_length,
+        )
 
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
-        mask_T = micro_batch.mask_T
+        mask_T, row_T = micro_batch.mask_T, micro_batch.row_T
         log_probs_T, entropy_T = self.reader(outputs, micro_batch, with_entropy=True)
-        loss_T, metrics = ppo_clip(
+        columns = {name: micro_batch.columns[name] for name in self.columns}
+        if self.own_old_log_probs and "old_log_probs" in self.loss.columns:
+            columns["old_log_probs"] = log_probs_T.detach()
+        loss_T, metrics = self.loss(
             log_probs=log_probs_T,
-            old_log_probs=micro_batch.columns["old_log_probs"],
-            advantages=micro_batch.columns["advantages"],
+            entropy=entropy_T,
             loss_mask=mask_T,
-            eps_clip=self.eps_clip,
-            eps_clip_high=self.eps_clip_high,
+            row_T=row_T,
+            num_rows=len(micro_batch.sample_indices),
+            correction_weight_mean=self.correction_weight_mean,
+            **columns,
         )
-        policy_loss = masked_sum(loss_T, mask_T)
-        entropy = masked_sum(entropy_T if self.entropy_coef else entropy_T.detach(), mask_T)
-        loss = policy_loss - self.entropy_coef * entropy if self.entropy_coef else policy_loss
-        sums = {"policy_loss": policy_loss.detach().double(), "entropy": entropy.detach().double()}
-        return loss, {**metrics, **sums}
+        total = aggregate(
+            loss_T,
+            loss_mask_T=mask_T,
+            mode=self.aggregation,
+            row_T=row_T,
+            sequence_tokens_B=micro_batch.sequence_tokens_B,
+        )
+        return total, metrics
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from miles.algorithms.policy_losses import policy_metrics
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity
 from miles.backends.megatron.device import Device
@@ -40,9 +41,10 @@ class MegatronWorker:
 
     Every method is called on all ranks of the group at the same time. A `shard` is this data-parallel rank's columns
     (see miles.data.batch) with two more keys: `micro_batches`, lists of row numbers of the shard, the same number of
-    lists on every data-parallel rank; and `global_counts`, {"samples", "tokens"} summed over data-parallel ranks,
-    where tokens counts the ones of the loss masks. Training methods return metrics on output ranks (last pipeline
-    stage, tensor and context rank 0) and None elsewhere; metrics are already reduced over the whole group.
+    lists on every data-parallel rank; and `global_counts`, {"samples", "sequences", "tokens"} of the batch of all
+    data-parallel ranks, where tokens counts the ones of the loss masks and sequences those that have any. Training
+    methods return metrics on output ranks (last pipeline stage, tensor and context rank 0) and None elsewhere; metrics
+    are already reduced over the whole group.
     """
 
     def __init__(
@@ -242,7 +244,7 @@ class MegatronWorker:
             return None
         metrics["grad_norm"] = float(grad_norm)
         metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
-        return _per_token(metrics)
+        return _figures(metrics)
 
     def train_value(self, iteration: int, shard: Shard) -> Metrics | None:
         """One critic update on `returns`; with old `values` in the shard the mse loss is clipped around them.
@@ -255,14 +257,15 @@ class MegatronWorker:
         return self._optimizer_step(iteration, shard, self._value_objective(clipped="values" in shard))
 
     def train_policy(self, iteration: int, shard: Shard) -> Metrics | None:
-        """One PPO update on `advantages` and `old_log_probs`.
+        """One update of the policy on `advantages` and what else its loss reads (`policy.policy_loss_of`).
+
+        A batch without `old_log_probs` is taken to be on-policy: they are the log-probabilities of this forward pass.
 
         Returns:
-            loss, policy_loss, entropy, approx_kl, clip_fraction (token means), ratio_max, ratio_min, tokens,
-            grad_norm, lr.
+            loss, the figures of `policy_losses.policy_metrics`, tokens, grad_norm, lr.
         """
         self._require_actor("train_policy")
-        return self._optimizer_step(iteration, shard, self._policy_objective())
+        return self._optimizer_step(iteration, shard, self._policy_objective(shard))
 
     def train_sft(self, iteration: int, shard: Shard) -> Metrics | None:
         """One update on the log-likelihood of the response tokens that the loss mask selects.
@@ -438,16 +441,11 @@ class MegatronWorker:
 
         return ValueObjective.from_args(self.args, clipped=clipped)
 
-    def _policy_objective(self) -> Any:
+    def _policy_objective(self, shard: Shard) -> Any:
         from miles.backends.megatron.objectives import PolicyObjective
 
-        args = self.args
-        return PolicyObjective(
-            reader=self._token_reader(self._sampling_temperature()),
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip_high if args.eps_clip_high is not None else args.eps_clip,
-            entropy_coef=args.entropy_coef,
-        )
+        reader = self._token_reader(self._sampling_temperature())
+        return PolicyObjective.from_args(self.args, shard, reader=reader)
 
     def _likelihood_objective(self) -> Any:
         from miles.backends.megatron.objectives import LikelihoodObjective
@@ -472,12 +470,16 @@ class MegatronWorker:
         assert self.role == "actor", f"{method} is an actor's method"
 
 
-def _per_token(sums: Metrics) -> Metrics:
-    """Turn metric sums into token means; EV sums, extremes, loss, tokens, grad_norm and lr stay as they are."""
-    keep = {"loss", "tokens", "grad_norm", "lr", "ratio_max", "ratio_min"}
+def _figures(sums: Metrics) -> Metrics:
+    """Turn metric sums into means per token or row; EV sums, extremes, loss, tokens, grad_norm and lr stay."""
     tokens = sums["tokens"]
-    names = {"clipped": "clip_fraction", "value_clipped": "value_clip_fraction"}
-    return {
-        names.get(name, name): value if name in keep or name.startswith("_ev_") else value / tokens
+    keep = {name: sums[name] for name in ("loss", "tokens", "grad_norm", "lr")}
+    if "policy_loss" in sums:
+        return policy_metrics(sums) | keep
+    means = {
+        "value_clip_fraction" if name == "value_clipped" else name: value
+        if name.startswith("_ev_")
+        else value / tokens
         for name, value in sums.items()
     }
+    return means | keep

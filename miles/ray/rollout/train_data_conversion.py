@@ -7,10 +7,16 @@ from typing import Any
 
 import ray
 
+from miles.algorithms.aggregation import sequence_counts
+from miles.algorithms.corrections import mean_weight
+from miles.backends.megatron.policy import correction_of
 from miles.config import Args
 from miles.config.hf_folder import read_json_object
 from miles.data.batch import select_rows
 from miles.data.schedule import build_schedule, localize
+
+# Rows with one id are one sequence: segments of a compacted trajectory.
+TRAJECTORY_COLUMN = "compaction_trajectory_ids"
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,9 @@ class Box:
 def split_train_data_by_dp(args: Args, rollout_batch: dict[str, Any], *, dp_size: int) -> list[Box]:
     """Pack rows into micro-batches, balance them over data-parallel ranks, put one shard per rank into the store.
 
-    A shard holds the batch's columns for its rows, `micro_batches` (lists of row numbers within the shard, as many on
-    every rank) and `global_counts` ("samples" and trainable "tokens" of the whole batch), the denominators of losses.
+    A shard holds the batch's columns for its rows, `sequence_tokens` (trainable tokens of the sequence that a row
+    belongs to), `micro_batches` (lists of row numbers within the shard, as many on every rank) and `global_counts`
+    ("samples", "sequences" and trainable "tokens" of the whole batch), the denominators of losses.
 
     Raises:
         ValueError: the rows cannot be split over `dp_size` ranks as the settings ask.
@@ -46,7 +53,17 @@ def build_shards(args: Args, batch: dict[str, Any], *, dp_size: int) -> list[dic
         )
     else:
         schedule = build_schedule(lengths, dp_size=dp_size, micro_batch_size=args.micro_batch_size)
-    counts = {"samples": len(lengths), "tokens": sum(int(sum(mask)) for mask in batch["loss_masks"])}
+    sequence_tokens, num_sequences, num_tokens = sequence_counts(batch["loss_masks"], batch.get(TRAJECTORY_COLUMN))
+    counts: dict[str, Any] = {"samples": len(lengths), "sequences": num_sequences, "tokens": num_tokens}
+    correction = correction_of(args) if "advantages" in batch else None
+    if correction is not None and correction.batch_normalize:
+        counts["correction_weight_mean"] = mean_weight(
+            correction,
+            old_log_probs=batch["old_log_probs"],
+            rollout_log_probs=batch["rollout_log_probs"],
+            loss_masks=batch["loss_masks"],
+        )
+    batch = {**batch, "sequence_tokens": sequence_tokens}
     shards = []
     for rank_schedule in schedule:
         rows, micro_batches = localize(rank_schedule)

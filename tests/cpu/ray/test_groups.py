@@ -124,7 +124,8 @@ def test_shards_hold_every_row_once_and_global_counts(tiny_hf_model: Path, dynam
     shards = build_shards(make_args(tiny_hf_model, **sizes), batch, dp_size=3)
     assert sorted(index for shard in shards for index in shard["sample_indices"]) == batch["sample_indices"]
     tokens = sum(len(mask) for mask in batch["loss_masks"])
-    assert all(shard["global_counts"] == {"samples": 12, "tokens": tokens} for shard in shards)
+    counts = {"samples": 12, "sequences": 12, "tokens": tokens}
+    assert all(shard["global_counts"] == counts for shard in shards)
     assert len({len(shard["micro_batches"]) for shard in shards}) == 1
     for shard in shards:
         assert sorted(row for rows in shard["micro_batches"] for row in rows) == list(range(len(shard["tokens"])))

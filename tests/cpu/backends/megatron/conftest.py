@@ -1,4 +1,4 @@
-"""Two processes shared by all tests of this folder, and the small models they load."""
+"""Processes shared by all tests of this folder, and the small models they load."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ class Ranks:
         from miles.backends.megatron.local_group import LocalGroup
 
         if self._group is None:
-            self._group = LocalGroup(2, environment={"CUDA_VISIBLE_DEVICES": ""})
+            # They import torch with their first task, so ranks that no test wants cost nothing.
+            self._group = LocalGroup(4, environment={"CUDA_VISIBLE_DEVICES": ""})
         try:
             return self._group.run(getattr(megatron_tasks, task), world_size=world_size, **arguments)
         except RuntimeError:

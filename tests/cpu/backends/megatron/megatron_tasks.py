@@ -22,7 +22,11 @@ def make_shard(
     shard["micro_batches"] = [
         list(range(start, min(start + micro_batch_size, count))) for start in range(0, count, micro_batch_size)
     ]
-    shard["global_counts"] = {"samples": len(batch["tokens"]), "tokens": int(sum(map(sum, batch["loss_masks"])))}
+    shard["global_counts"] = {
+        "samples": len(batch["tokens"]),
+        "sequences": sum(any(mask) for mask in batch["loss_masks"]),
+        "tokens": int(sum(map(sum, batch["loss_masks"]))),
+    }
     return shard
 
 
@@ -112,6 +116,66 @@ def train(
     result = {"start": start, "metrics": metrics, "weights": weights(worker), "read": read}
     worker.close()
     return result
+
+
+def gather_gradients(worker: MegatronWorker) -> dict[str, np.ndarray]:
+    """The gradient of the whole batch in Hugging Face names, as `weights` names the weights.
+
+    It takes the parameters' place while they are gathered. A distributed optimizer leaves every copy of the model with
+    its own part of the sum, so the parts are brought together first.
+    """
+    import torch.distributed as dist
+
+    if worker.args.use_distributed_optimizer:
+        for buffer in worker._wrapped.buffers:
+            group, count = buffer.data_parallel_group, buffer.data_parallel_world_size
+            for bucket in buffer.buckets:
+                parts = [part.clone() for part in bucket.grad_data.chunk(count)]
+                dist.all_gather(list(bucket.grad_data.chunk(count)), parts[group.rank()], group=group)
+    params = dict(worker.model.named_parameters())
+    values = {name: param.data for name, param in params.items()}
+    try:
+        for param in params.values():
+            frozen = not param.requires_grad
+            param.data = param.data.new_zeros(param.shape) if frozen else vars(param)["main_grad"]
+        return weights(worker)
+    finally:
+        for name, param in params.items():
+            param.data = values[name]
+
+
+def gradients(
+    rank: int, world_size: int, port: int, *, role: str, settings: dict[str, Any], runs: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Gradient of each run's loss at the model's initial weights, on one layout, by name of the run.
+
+    A run says its `objective` ("policy", "value", "likelihood"), its `shards`, one per data-parallel rank, whether
+    they are `packed`, and `changes` of settings that only concern the objective. With `step` an optimizer step
+    follows (give such runs last), and "gradient" holds the weights that it leads to.
+    """
+    worker = make_worker(rank, world_size, port, role=role, **settings)
+    worker.init()
+    assert worker._train_stepper is not None
+    own = worker.args
+    results = {}
+    for name, run in runs.items():
+        worker.args = own.replace(source="code", **run.get("changes", {}))
+        worker._train_stepper.packed = run["packed"]
+        shard = run["shards"][worker.parallel.dp_rank]
+        if run.get("step"):
+            metrics = getattr(worker, f"train_{run['objective']}")(1, shard)
+            results[name] = {"metrics": metrics, "gradient": weights(worker)}
+            continue
+        if run["objective"] == "policy":
+            objective = worker._policy_objective(shard)
+        elif run["objective"] == "value":
+            objective = worker._value_objective(clipped="values" in shard)
+        else:
+            objective = worker._likelihood_objective()
+        metrics = worker._accumulate(1, shard, objective)
+        results[name] = {"metrics": metrics, "gradient": gather_gradients(worker)}
+    worker.close()
+    return results
 
 
 def load(rank: int, world_size: int, port: int, *, role: str, settings: dict[str, Any], forward_only: bool) -> Any:

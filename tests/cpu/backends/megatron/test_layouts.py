@@ -1,0 +1,237 @@
+"""Loss and gradient do not depend on how a batch is laid out: over which ranks, in which micro-batches, in which form.
+
+Each layout runs once, in real processes, over every objective; its gradients, in Hugging Face names, are compared with
+one process that takes the whole batch as one padded micro-batch. That run ends at an independent implementation in
+test_training.py (transformers and plain PyTorch).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+SP = {"sequence_parallel": True}
+SHARDED = {"use_distributed_optimizer": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp1_sharded": (1, SHARDED),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, TP2 | SP),
+    "tp2_sp_sharded": (2, TP2 | SP | SHARDED),
+    "pp2": (2, PP2),
+    "pp2_sharded": (2, PP2 | SHARDED),
+    "dp2": (2, {}),
+    "dp2_sharded": (2, SHARDED),
+    "cp2": (2, CP2),
+    "cp2_sharded": (2, CP2 | SHARDED),
+    "tp2_pp2": (4, TP2 | PP2),
+    "tp2_sp_pp2_sharded": (4, TP2 | SP | PP2 | SHARDED),
+    "dp2_tp2": (4, TP2),
+    "dp2_tp2_sp_sharded": (4, TP2 | SP | SHARDED),
+    "dp2_pp2": (4, PP2),
+    "dp2_cp2": (4, CP2),
+    "dp2_cp2_sharded": (4, CP2 | SHARDED),
+    "cp2_tp2_sp": (4, CP2 | TP2 | SP),
+    "cp2_pp2": (4, CP2 | PP2),
+}
+BINS = {"value_loss_type": "classification", "value_num_bins": 11}
+# Adam's first update is lr * g / (|g| + eps) on bias-corrected moments: smooth in g where eps is large.
+SMOOTH = {"lr": 0.5, "critic_lr": 0.5, "adam_eps": 1.0, "clip_grad": 0.02}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "actor": ("actor", {}),
+    "critic_mse": ("critic", {}),
+    "critic_bins": ("critic", BINS),
+    "critic_frozen": ("critic", BINS | {"critic_freeze_attention": True}),
+}
+MIS = {"ratio_correction": "mis", "mis_level": "sequence", "mis_mode": "clip", "mis_high": 3.0}
+POLICIES: dict[str, dict[str, Any]] = {
+    "ppo_entropy": {"entropy_coef": 0.01, "rollout_temperature": 0.7},
+    "ppo_dual_clip": {"eps_clip_c": 1.5, "loss_agg_mode": "seq-mean-token-sum"},
+    "ppo_on_policy": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_agg_length": 12},
+    "gspo": {"policy_objective": "gspo", "eps_clip": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
+    "cispo": {"policy_objective": "cispo", "eps_clip_high": 0.28},
+    "sao_dis": {"policy_objective": "sao_dis", "eps_clip": 0.3, "eps_clip_high": 5.0},
+    "sao_dis_in_graph": {"policy_objective": "sao_dis", "eps_clip_high": 4.0, "ratio_grad": "in_graph"},
+    "decoupled_ppo": {"policy_objective": "decoupled_ppo"},
+    "tis": {"ratio_correction": "tis", "tis_clip": 1.1},
+    "icepop": {"ratio_correction": "icepop", "icepop_low": 0.8, "icepop_high": 1.4},
+    "mis_sequence": MIS | {"mis_batch_normalize": True, "mis_veto": 0.65},
+    "mis_geometric": MIS | {"mis_level": "geometric", "mis_reject_low": 0.9, "mis_reject_high": 1.1},
+    "opsm": {"use_opsm": True},
+    "kl_k1": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
+    "kl_k2": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"},
+    "kl_k3": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
+    "kl_low_var": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
+    "kl_unbiased": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
+}
+# objective: (model, what it optimises, settings)
+OBJECTIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "likelihood": ("actor", "likelihood", {}),
+    **{name: ("actor", "policy", settings) for name, settings in POLICIES.items()},
+    "value_mse": ("critic_mse", "value", {}),
+    "value_hl_gauss": ("critic_bins", "value", {}),
+    "value_two_hot": ("critic_bins", "value", {"value_target_type": "two_hot"}),
+    "value_frozen_attention": ("critic_frozen", "value", {}),
+}
+# how the batch is cut: settings of the schedule, packed or padded, order of the rows
+FORMS: dict[str, tuple[dict[str, Any], bool, list[int]]] = {
+    "packed": ({"micro_batch_size": 2}, True, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "padded": ({"micro_batch_size": 4}, False, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "single_rows": ({"micro_batch_size": 1}, False, [2, 0, 5, 1, 7, 6, 4, 3]),
+    "budget": ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60}, True, [3, 7, 0, 2, 6, 1, 5, 4]),
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Any]:
+    """Eight rows: one without a trainable token, one of a single response token, one with a tool's answer inside."""
+    draw = np.random.default_rng(11)
+    responses = [5, 3, 1, 12, 4, 7, 2, 9]
+    masks = [[1] * n for n in responses]
+    masks[1] = [0, 0, 0]
+    masks[3] = [1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0]
+    masks[4] = [0, 1, 1, 1]
+    batch: dict[str, Any] = {
+        "tokens": [draw.integers(0, 150, n + int(draw.integers(2, 15))).tolist() for n in responses],
+        "response_lengths": responses,
+        "loss_masks": masks,
+        "sample_indices": list(range(100, 108)),
+        "returns": [[float(row % 2)] * n for row, n in enumerate(responses)],
+    }
+    for name, center, spread in (("advantages", 0.0, 1.0), ("old_log_probs", -5.0, 0.3), ("values", 0.4, 0.2)):
+        batch[name] = [(draw.normal(size=n) * spread + center).astype(np.float32) for n in responses]
+    for name in ("rollout_log_probs", "ref_log_probs"):
+        batch[name] = [(row + draw.normal(size=len(row)) * 0.2).astype(np.float32) for row in batch["old_log_probs"]]
+    return batch
+
+
+def runs_of(
+    batch: dict[str, Any],
+    model: str,
+    *,
+    hf_checkpoint: str,
+    dp_size: int,
+    sizes: dict[str, Any],
+    forms: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Every objective of a model in every form, and one optimizer step at the end."""
+    from miles.config import Args
+    from miles.data.batch import select_rows
+    from miles.ray.rollout.train_data_conversion import build_shards
+
+    runs = {}
+    for form, (schedule, packed, order) in forms.items():
+        for name, (wanted, objective, changes) in OBJECTIVES.items():
+            if wanted != model:
+                continue
+            args = Args.build(hf_checkpoint=hf_checkpoint, **sizes, **schedule, **changes)
+            columns = {
+                key: column for key, column in batch.items() if key != "old_log_probs" or name != "ppo_on_policy"
+            }
+            runs[f"{name}/{form}"] = {
+                "objective": objective,
+                "shards": build_shards(args, select_rows(columns, order), dp_size=dp_size),
+                "packed": packed,
+                "changes": changes,
+            }
+    name, run = next(iter(runs.items()))
+    runs["step"] = {**run, "objective": "sft" if name.startswith("likelihood") else "value", "step": True}
+    return runs
+
+
+def joined(results: list[dict[str, Any]], run: str) -> dict[str, Any]:
+    """One view of all ranks; what several of them hold must be the same."""
+    gradient: dict[str, np.ndarray] = {}
+    for result in results:
+        for name, array in result[run]["gradient"].items():
+            np.testing.assert_array_equal(gradient.setdefault(name, array), array, err_msg=name)
+    metrics = [result[run]["metrics"] for result in results if result[run]["metrics"] is not None]
+    assert all(other == metrics[0] for other in metrics[1:])
+    return {"gradient": gradient, "metrics": metrics[0]}
+
+
+@pytest.fixture(scope="module")
+def results(ranks: Any, model_folder: Callable[..., str], rows: dict[str, Any]) -> Callable[[str, str], Any]:
+    """`results(layout, model)`: {run: {"gradient", "metrics"}}, computed once."""
+    cache: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def get(layout: str, model: str) -> dict[str, Any]:
+        if (layout, model) not in cache:
+            role, extra = MODELS[model]
+            world_size, sizes = LAYOUTS.get(layout, LAYOUTS["tp1"])
+            model_size = np.prod([size for name, size in sizes.items() if name.endswith("_size")], dtype=int)
+            whole = {"whole": ({"micro_batch_size": 8}, False, list(range(8)))}
+            folder = model_folder("qwen3", tied=True)
+            runs = runs_of(
+                rows,
+                model,
+                hf_checkpoint=folder,
+                dp_size=world_size // int(model_size),
+                sizes=sizes,
+                forms=whole if layout == "reference" else FORMS,
+            )
+            settings = {"hf_checkpoint": folder, **SMOOTH, **extra, **sizes}
+            found = ranks("gradients", world_size=world_size, role=role, settings=settings, runs=runs)
+            cache[layout, model] = {run: joined(found, run) for run in runs}
+        return cache[layout, model]
+
+    return get
+
+
+def difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[float, str]:
+    """Largest difference of any tensor relative to its own largest entry, and that tensor's name.
+
+    A tensor whose entries are all below a thousandth of the gradient's largest is measured against that.
+    """
+    assert set(found) == set(expected)
+    top = max(float(np.abs(array).max()) for array in expected.values())
+    worst = (0.0, "")
+    for name, array in expected.items():
+        scale = max(float(np.abs(array).max()), 1e-3 * top)
+        worst = max(worst, (float(np.abs(found[name] - array).max()) / scale, name))
+    return worst
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradient_any_layout_and_split_equals_one_process(objective: str, layout: str, results: Any) -> None:
+    # faults.md rows 25, 26, 28 and 29: global denominators, whatever the ranks and micro-batches; one micro-batch of
+    # "single_rows" has no trainable token.
+    model = OBJECTIVES[objective][0]
+    expected = results("reference", model)[f"{objective}/whole"]
+    assert max(float(np.abs(array).max()) for array in expected["gradient"].values()) > 1e-3
+    for form in FORMS:
+        found = results(layout, model)[f"{objective}/{form}"]
+        gap, name = difference(found["gradient"], expected["gradient"])
+        loss, wanted = found["metrics"]["loss"], expected["metrics"]["loss"]
+        print(f"{objective:24}{layout:20}{form:12} loss {abs(loss / wanted - 1):.1e} gradient {gap:.1e} {name}")
+        assert gap <= 1e-5, f"{form}: {name}"
+        assert found["metrics"].keys() == expected["metrics"].keys()
+        for metric, value in expected["metrics"].items():
+            assert found["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{form}: {metric}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_step_any_layout_clips_by_the_norm_of_the_whole_gradient(
+    model: str, layout: str, results: Any, model_folder: Callable[..., str]
+) -> None:
+    from safetensors.numpy import load_file
+
+    first = next(name for name, (wanted, _, _) in OBJECTIVES.items() if wanted == model)
+    gradient = results("reference", model)[f"{first}/whole"]["gradient"]
+    norm = np.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in gradient.values()))
+    assert norm > 2 * SMOOTH["clip_grad"]
+    step = results(layout, model)["step"]
+    assert step["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    before = load_file(f"{model_folder('qwen3', tied=True)}/model.safetensors")
+    for name, array in before.items():
+        clipped = gradient[name] * SMOOTH["clip_grad"] / norm
+        expected = array - SMOOTH["lr"] * clipped / (np.abs(clipped) + SMOOTH["adam_eps"])
+        np.testing.assert_allclose(step["gradient"][name], expected, atol=1e-6, err_msg=name)
+        if model == "critic_frozen":
+            assert np.array_equal(step["gradient"][name], array) == (".self_attn." in name), name
