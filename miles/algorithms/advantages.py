@@ -1,194 +1,539 @@
-"""Advantages and returns, one sample at a time, on its trainable tokens only."""
+"""Advantages for the actor and value targets for the critic, over the whole batch of a rollout, on the driver.
 
-from collections.abc import Sequence
+Invariants: only trainable tokens exist here (observations are stepped over and cost no discount); a trajectory's
+reward counts once in its group, however many rows it has; groups are told apart by their id, never by position;
+everything is accumulated in float64; nothing depends on the order of rows.
+
+An estimator is a function `estimator(batch, options) -> (advantages_A, returns_A)` of an `AdvantageBatch` and
+`AdvantageOptions`, both float arrays over the batch's trainable tokens. One's own needs no more than this:
+
+    def reward_itself(batch, options):
+        advantages_A = batch.rewards_N[batch.row_A]
+        return advantages_A, advantages_A
+
+Suffixes: N rows, M trajectories, A trainable tokens of all rows, in row order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from miles.algorithms.aggregation import masked
-
-_CHUNK = 128  # tokens solved at once by one triangular matrix
-_GROUP_TOKENS = 1 << 22  # padded tokens of the rows that are solved together
+from miles.algorithms.gae import adaptive_lambda, check_decay, discounted_row_sums, gae_rows, row_ends
+from miles.algorithms.whitening import whiten
 
 
-def discounted_sums(x_NT: Tensor, *, decay: float) -> Tensor:
-    """y_t = x_t + decay * y_{t+1} along the last dimension, y beyond the end 0. Any leading dimensions, float64.
-
-    Solved in chunks of up to 128 tokens by one product with a triangular matrix of powers; only the carry from chunk
-    to chunk is sequential.
-    """
-    length = x_NT.shape[-1]
-    if length == 0:
-        return x_NT.clone()
-    size = min(_CHUNK, length)
-    num_chunks = -(-length // size)
-    x_NCK = torch.nn.functional.pad(x_NT, (0, num_chunks * size - length)).unflatten(-1, (num_chunks, size))
-    step_K = torch.arange(size, dtype=x_NT.dtype, device=x_NT.device)
-    distance_KK = step_K[None, :] - step_K[:, None]
-    power_KK = torch.where(distance_KK >= 0, decay ** distance_KK.clamp(min=0), 0.0)
-    y_NCK = x_NCK @ power_KK.T
-    carry_K = decay ** (size - step_K)
-    for chunk in range(num_chunks - 2, -1, -1):
-        y_NCK[..., chunk, :] += carry_K * y_NCK[..., chunk + 1, :1]
-    return y_NCK.flatten(-2)[..., :length]
-
-
-def _check_decays(gamma: float, lam: float) -> None:
-    for name, number in (("gamma", gamma), ("lambda", lam)):
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {number}")
-
-
-def _gae_compressed(*, reward_NA: Tensor, value_NA: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages over trainable tokens that stand side by side, rows filled up with zeros at the end. Float64."""
-    next_value_NA = torch.nn.functional.pad(value_NA[..., 1:], (0, 1))
-    return discounted_sums(reward_NA + gamma * next_value_NA - value_NA, decay=gamma * lam)
-
-
-def gae(
-    *,
-    rewards_T: Tensor,
-    values_T: Tensor,
-    loss_mask_T: Tensor,
-    gamma: float,
-    lam: float,
-    terminal_reward: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation on the compressed trainable subsequence of one sample.
-
-    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, R_t = A_t + V_t, where `next` is the next
-    trainable token: observations are stepped over and cost no discount. V and A beyond the last one are 0
-    (arXiv 1506.02438; observation skipping as in SAO, Eq. 4-5). Accumulates in float64.
-
-    Args:
-        rewards_T: per-token rewards, [T]; entries outside the mask are ignored.
-        values_T: critic values, [T].
-        loss_mask_T: 1 for trainable tokens, [T].
-        terminal_reward: the trajectory's scalar reward, added at the LAST TRAINABLE token.
-
-    Returns:
-        advantages and returns, [T] each, dtype of `values_T`, 0 outside the mask.
+@dataclass(frozen=True, kw_only=True)
+class AdvantageOptions:
+    """Settings of an estimator; which of them it reads is in its `AdvantageEstimator.options`.
 
     Raises:
-        ValueError: shapes differ, gamma or lam outside [0, 1], nothing trainable to put the terminal reward on.
+        ValueError: gamma or a lambda outside [0, 1], a negative or non-finite `kl_coef`, an unknown mode.
     """
-    if not rewards_T.shape == values_T.shape == loss_mask_T.shape or values_T.dim() != 1:
-        raise ValueError(
-            f"rewards {tuple(rewards_T.shape)}, values {tuple(values_T.shape)} and loss mask"
-            f" {tuple(loss_mask_T.shape)} must have one and the same length"
-        )
-    _check_decays(gamma, lam)
-    active_T = loss_mask_T.bool()
-    reward_A = rewards_T[active_T].double()
-    value_A = values_T[active_T].double()
-    if len(reward_A):
-        reward_A[-1] += terminal_reward
-    elif terminal_reward != 0.0:
-        raise ValueError("the loss mask is empty: there is no trainable token to put the terminal reward on")
-    advantage_A = _gae_compressed(reward_NA=reward_A, value_NA=value_A, gamma=gamma, lam=lam)
-    advantages_T = torch.zeros_like(values_T)
-    returns_T = torch.zeros_like(values_T)
-    advantages_T[active_T] = advantage_A.to(values_T.dtype)
-    returns_T[active_T] = (advantage_A + value_A).to(values_T.dtype)
-    return advantages_T, returns_T
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    """Lambda of the actor's advantages."""
+    critic_lam: float | None = None
+    """Lambda of the critic's targets; None takes `lam`."""
+    kl_coef: float = 0.0
+    """Per-token penalty -kl_coef * kl in the reward, from the batch's column `kl`; the same for actor and critic."""
+    adaptive_mode: str = "adaptive"
+    """gae_adaptive: "adaptive" takes the actor's lambda from the trajectory's length, "fixed" takes `lam`."""
+    adaptive_alpha: float = 1.5
+    adaptive_min_length: int = 1
+
+    def __post_init__(self) -> None:
+        check_decay("gamma", self.gamma)
+        check_decay("lambda", self.lam)
+        check_decay("the critic's lambda", self.critic_lambda)
+        if not 0.0 <= self.kl_coef < float("inf"):
+            raise ValueError(f"kl_coef must be a finite number of at least 0, got {self.kl_coef}")
+        if self.adaptive_mode not in ("adaptive", "fixed"):
+            raise ValueError(f"adaptive_mode must be 'adaptive' or 'fixed', got {self.adaptive_mode!r}")
+
+    @property
+    def critic_lambda(self) -> float:
+        return self.lam if self.critic_lam is None else self.critic_lam
 
 
-def whiten(*, advantages_N: Sequence[Tensor], loss_masks_N: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
-    """(A - mean) / sqrt(var + eps), moments taken once over the trainable tokens of ALL samples given.
+class AdvantageBatch:
+    """A column batch seen through its trainable tokens. Columns are checked when they are first asked for.
 
-    Two-pass in float64, population variance. Pass the whole batch, never one rank's share. Samples may be empty.
+    Columns (one entry per row): `loss_masks`; `rewards`, the trajectory's reward; `values` and `kl`, per response
+    token; `group_indices`, which prompt a row answers; `trajectory_ids`, equal for rows of one trajectory (each row is
+    one of its own without the column); `sample_indices`, to name rows in errors. With compaction also
+    `compaction_trajectory_ids`, `compaction_subsequent_active_tokens`, `compaction_trajectory_active_tokens`.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], *, kl_coef: float = 0.0) -> None:
+        self._columns = columns
+        self._kl_coef = kl_coef
+        masks = [np.asarray(mask) for mask in self._column("loss_masks")]
+        self.num_rows = len(masks)
+        self.lengths_N = np.array([mask.size for mask in masks], dtype=np.int64)
+        flat = np.concatenate(masks).astype(bool) if masks else np.zeros(0, dtype=bool)
+        self._place_A = np.flatnonzero(flat)
+        bounds = np.searchsorted(self._place_A, np.append(0, np.cumsum(self.lengths_N)))
+        self.counts_N = np.diff(bounds)
+        """Trainable tokens of each row."""
+
+    @cached_property
+    def row_A(self) -> np.ndarray:
+        """Row of each trainable token."""
+        return np.repeat(np.arange(self.num_rows), self.counts_N)
+
+    def _column(self, name: str) -> Any:
+        if name not in self._columns:
+            raise ValueError(f"the batch has no column {name}, which the advantage estimator needs")
+        return self._columns[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def name(self, row: int) -> str:
+        """How errors call a row."""
+        indices = self._columns.get("sample_indices")
+        return f"row {row}" if indices is None else f"row {row} (sample {indices[row]})"
+
+    def per_token(self, name: str) -> np.ndarray:
+        """Column `name` on trainable tokens, float64 [A].
+
+        Raises:
+            ValueError: no such column, a length that is not the response's, a non-finite number on a trainable token.
+        """
+        rows = [np.asarray(numbers) for numbers in self._column(name)]
+        if len(rows) != self.num_rows:
+            raise ValueError(f"column {name} has {len(rows)} rows, loss_masks has {self.num_rows}")
+        for row, numbers in enumerate(rows):
+            if numbers.shape != (self.lengths_N[row],):
+                raise ValueError(
+                    f"{name} of {self.name(row)}: shape {numbers.shape} for {self.lengths_N[row]} response tokens"
+                )
+        x_A = np.concatenate(rows)[self._place_A].astype(np.float64) if rows else np.zeros(0)
+        finite_A = np.isfinite(x_A)
+        if not finite_A.all():
+            raise ValueError(f"{name} of {self.name(self.row_A[np.argmin(finite_A)])}: not finite on trainable tokens")
+        return x_A
+
+    def per_row(self, name: str) -> np.ndarray:
+        """Column `name`, float64 [N].
+
+        Raises:
+            ValueError: no such column, a wrong number of entries, an entry that is no finite number (None: an aborted
+                or unscored sample that should have been dropped), naming the sample.
+        """
+        entries = self._column(name)
+        if len(entries) != self.num_rows:
+            raise ValueError(f"column {name} has {len(entries)} rows, loss_masks has {self.num_rows}")
+        for row, entry in enumerate(entries):
+            if not isinstance(entry, (int, float, np.number)) or not np.isfinite(entry):
+                raise ValueError(f"{name} of {self.name(row)} is {entry!r}, expected a finite number")
+        return np.array([float(entry) for entry in entries], dtype=np.float64)
+
+    @cached_property
+    def rewards_N(self) -> np.ndarray:
+        """Reward of each row's trajectory.
+
+        Raises:
+            ValueError: as `per_row`.
+        """
+        return self.per_row("rewards")
+
+    @cached_property
+    def values_A(self) -> np.ndarray:
+        """The critic's values."""
+        return self.per_token("values")
+
+    @cached_property
+    def penalty_A(self) -> np.ndarray:
+        """kl_coef * kl, zeros without a penalty.
+
+        Raises:
+            ValueError: with compaction, where what a later segment pays would not reach earlier ones.
+        """
+        if self._kl_coef == 0.0:
+            return np.zeros(len(self._place_A))
+        if self.has_compaction:
+            raise ValueError("kl_coef must be 0 with compaction (arXiv 2607.05378 trains without a KL penalty)")
+        return self._kl_coef * self.per_token("kl")
+
+    def token_rewards(self, terminal_N: np.ndarray) -> np.ndarray:
+        """-kl_coef * kl on every trainable token, plus `terminal_N` on each row's last one, [A]."""
+        reward_A = -self.penalty_A
+        reward_A[row_ends(self.counts_N)] += terminal_N[self.counts_N > 0]
+        return reward_A
+
+    # ---------------------------------------------------------------- compaction
+
+    @property
+    def has_compaction(self) -> bool:
+        return "compaction_trajectory_ids" in self
+
+    def later_factor(self, decay_N: float | np.ndarray) -> np.ndarray:
+        """decay ** (trainable tokens in later segments of the trajectory), [N]; ones without compaction."""
+        if not self.has_compaction:
+            return np.ones(self.num_rows)
+        return np.power(decay_N, self.per_row("compaction_subsequent_active_tokens"))
+
+    @cached_property
+    def trajectory_counts_N(self) -> np.ndarray:
+        """Trainable tokens that the length-adaptive lambda counts: the row's, with compaction the trajectory's."""
+        if not self.has_compaction:
+            return self.counts_N
+        return self.per_row("compaction_trajectory_active_tokens")
+
+    # ---------------------------------------------------------------- trajectories and groups
+
+    @cached_property
+    def trajectory_N(self) -> np.ndarray:
+        """Number of each row's trajectory, 0 to M - 1."""
+        for name in ("compaction_trajectory_ids", "trajectory_ids"):
+            if name in self:
+                return _numbered(self._column(name))
+        return np.arange(self.num_rows)
+
+    def of_trajectories(self, x_N: np.ndarray, what: str) -> np.ndarray:
+        """One entry per trajectory, [M].
+
+        Raises:
+            ValueError: rows of one trajectory disagree, naming them.
+        """
+        _, first_M = np.unique(self.trajectory_N, return_index=True)
+        differs_N = x_N != x_N[first_M][self.trajectory_N]
+        if differs_N.any():
+            row = int(np.argmax(differs_N))
+            first = int(first_M[self.trajectory_N[row]])
+            raise ValueError(
+                f"{self.name(first)} and {self.name(row)} belong to one trajectory, but differ in {what}:"
+                f" {x_N[first]} and {x_N[row]}"
+            )
+        return x_N[first_M]
+
+    @cached_property
+    def group_M(self) -> np.ndarray:
+        """Number of each trajectory's group."""
+        return self.of_trajectories(_numbered(self._column("group_indices")), "group")
+
+    def grouped_rewards(self) -> "GroupedRewards":
+        """Rewards of trajectories, each with the KL penalty of all its tokens, and the statistics of their groups."""
+        reward_M = self.of_trajectories(self.rewards_N, "reward")
+        penalty_M = np.bincount(self.trajectory_N[self.row_A], weights=self.penalty_A, minlength=len(reward_M))
+        return GroupedRewards(reward_M - penalty_M, self.group_M)
+
+    def on_tokens(self, x_M: np.ndarray) -> np.ndarray:
+        """A number of each trajectory on all of its trainable tokens, [A]."""
+        return x_M[self.trajectory_N[self.row_A]]
+
+    def monte_carlo(self, terminal_N: np.ndarray, gamma: float) -> np.ndarray:
+        """Discounted reward to go at every trainable token, [A]: what a critic is asked to predict without lambda."""
+        terminal_N = terminal_N * self.later_factor(gamma)
+        return discounted_row_sums(self.token_rewards(terminal_N), counts_N=self.counts_N, decay=gamma)
+
+    def split(self, x_A: np.ndarray) -> list[np.ndarray]:
+        """Per row a float32 array of response_length numbers, 0 outside the mask."""
+        flat = np.zeros(int(self.lengths_N.sum()), dtype=np.float32)
+        flat[self._place_A] = x_A
+        return np.split(flat, np.cumsum(self.lengths_N)[:-1]) if self.num_rows else []
+
+
+class GroupedRewards:
+    """Rewards of trajectories with what their group says about them; all arrays are [M]."""
+
+    def __init__(self, reward_M: np.ndarray, group_M: np.ndarray) -> None:
+        self.reward_M = reward_M
+        size_G = np.bincount(group_M)
+        mean_M = (np.bincount(group_M, weights=reward_M) / size_G)[group_M]
+        self.size_M = size_G[group_M]
+        self.centred_M = np.where(self.size_M > 1, reward_M - mean_M, 0.0)
+        """Reward minus the group's mean; exactly 0 in a group of one."""
+        squares_G = np.bincount(group_M, weights=self.centred_M**2)
+        self.std_M = np.sqrt(squares_G / np.maximum(size_G - 1, 1))[group_M]
+        """Standard deviation with n - 1; 0 in a group of one."""
+
+    def require_siblings(self, estimator: str) -> None:
+        """Raise ValueError where no group has two members: nothing would be learned."""
+        if (self.size_M < 2).all():
+            raise ValueError(
+                f"{estimator} compares the trajectories of one prompt, but every group has one: sample each prompt"
+                " more than once"
+            )
+
+
+def _numbered(labels: Sequence[Any]) -> np.ndarray:
+    """0, 1, ... for equal labels, in order of first appearance."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(label, len(numbers)) for label in labels], dtype=np.int64)
+
+
+# -------------------------------------------------------------------- registry
+
+EstimatorFunction = Callable[[AdvantageBatch, AdvantageOptions], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    name: str
+    function: EstimatorFunction
+    needs_values: bool = False
+    """Whether it reads the column `values`, so that the run needs a critic."""
+    needs_groups: bool = False
+    """Whether it compares trajectories of one prompt (column `group_indices`)."""
+    options: frozenset[str] = frozenset({"gamma", "kl_coef"})
+    """The fields of `AdvantageOptions` that change its result."""
+
+
+ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+
+
+def _place(function: EstimatorFunction) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def register_advantage_estimator(
+    name: str, *, needs_values: bool = False, needs_groups: bool = False, options: Sequence[str] = ("gamma", "kl_coef")
+) -> Callable[[EstimatorFunction], EstimatorFunction]:
+    """Decorator that gives an estimator its name; the function itself stays as it is.
 
     Args:
-        advantages_N, loss_masks_N: one [T_i] tensor per sample.
+        needs_values, needs_groups, options: see `AdvantageEstimator`.
 
-    Returns:
-        one [T_i] tensor per sample in the input's dtype, 0 outside the mask.
+    Raises:
+        ValueError: another function has the name.
     """
-    active = [a[m.bool()].double() for a, m in zip(advantages_N, loss_masks_N, strict=True)]
-    pooled = torch.cat(active) if active else torch.zeros(0, dtype=torch.float64)
-    if len(pooled) == 0:
-        return [torch.zeros_like(a) for a in advantages_N]
-    mean = pooled.mean()
-    scale = torch.rsqrt((pooled - mean).square().mean() + eps)
-    return [
-        masked(((a.double() - mean) * scale).to(a.dtype), m) for a, m in zip(advantages_N, loss_masks_N, strict=True)
-    ]
+
+    def register(function: EstimatorFunction) -> EstimatorFunction:
+        known = ADVANTAGE_ESTIMATORS.get(name)
+        # a file loaded a second time brings its functions anew
+        if known is not None and _place(known.function) != _place(function):
+            raise ValueError(f"there is already an advantage estimator {name!r}")
+        ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator(
+            name=name,
+            function=function,
+            needs_values=needs_values,
+            needs_groups=needs_groups,
+            options=frozenset(options),
+        )
+        return function
+
+    return register
+
+
+def resolve_advantage_estimator(estimator: str | EstimatorFunction) -> AdvantageEstimator:
+    """The estimator of a name, or of a function that the caller loaded from a path like FILE.py:FUNCTION.
+
+    A function that was not registered counts as one that needs neither values nor groups.
+
+    Raises:
+        ValueError: unknown name; the line lists the known ones.
+    """
+    if not isinstance(estimator, str):
+        for known in ADVANTAGE_ESTIMATORS.values():
+            if known.function is estimator:
+                return known
+        return AdvantageEstimator(name=_place(estimator), function=estimator)
+    if estimator not in ADVANTAGE_ESTIMATORS:
+        raise ValueError(
+            f"unknown advantage estimator {estimator!r}, expected FILE.py:FUNCTION, MODULE:FUNCTION or one of"
+            f" {', '.join(sorted(ADVANTAGE_ESTIMATORS))}"
+        )
+    return ADVANTAGE_ESTIMATORS[estimator]
 
 
 def compute_advantages_and_returns(
-    batch: dict[str, Any],
+    batch: Mapping[str, Any],
     *,
-    estimator: str,
-    gamma: float,
-    lam: float,
+    estimator: str | EstimatorFunction,
+    gamma: float = 1.0,
+    lam: float = 1.0,
     critic_lam: float | None = None,
     normalize: bool = False,
+    kl_coef: float = 0.0,
+    adaptive_mode: str = "adaptive",
+    adaptive_alpha: float = 1.5,
+    adaptive_min_length: int = 1,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Advantages for the actor and value targets for the critic, for every row of a column batch.
 
-    `rewards[i]` is the trajectory's reward and is placed on its last trainable token in here. The critic's targets use
-    `critic_lam` (default: `lam`) and are never normalised.
-
     Args:
-        batch: columns `rewards`, `values`, `loss_masks` (see `miles.data.batch`).
-        estimator: "gae".
-        normalize: whiten the advantages over all trainable tokens of the batch.
+        batch: the whole rollout's columns, see `AdvantageBatch`; never one rank's share.
+        estimator: a registered name or a function, see `resolve_advantage_estimator`.
+        normalize: whiten the advantages over all trainable tokens of the batch; targets are never whitened.
+        gamma and the rest: see `AdvantageOptions`.
 
     Returns:
         (advantages, returns): per row a float32 array of response_length numbers, 0 outside the mask.
 
     Raises:
-        ValueError: unknown estimator; non-finite value under the mask, naming the row.
+        ValueError: unknown estimator or bad option; a column missing or of a wrong shape; a reward of None, or a
+            non-finite number under the mask, naming row and sample; a result that is not two arrays over the
+            trainable tokens, or not finite.
     """
-    if estimator != "gae":
-        raise ValueError(f"unknown advantage estimator {estimator!r}, expected 'gae'")
-    critic_lam = lam if critic_lam is None else critic_lam
-    _check_decays(gamma, lam)
-    _check_decays(gamma, critic_lam)
-    masks = [np.asarray(mask).astype(bool) for mask in batch["loss_masks"]]
-    values = [np.asarray(row_values, dtype=np.float64) for row_values in batch["values"]]
-    for row, (row_values, mask) in enumerate(zip(values, masks, strict=True)):
-        if row_values.shape != mask.shape or row_values.ndim != 1:
-            raise ValueError(f"row {row}: {row_values.shape} values for {mask.shape} mask entries")
-        if not np.isfinite(row_values[mask]).all():
-            raise ValueError(f"row {row}: the critic's values are not finite on trainable tokens")
-    advantages = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
-    returns = [np.zeros(len(mask), dtype=np.float32) for mask in masks]
-    for rows in _groups([int(mask.sum()) for mask in masks]):
-        longest = int(masks[rows[-1]].sum())
-        reward_NA = torch.zeros(len(rows), longest, dtype=torch.float64)
-        value_NA = torch.zeros(len(rows), longest, dtype=torch.float64)
-        for i, row in enumerate(rows):
-            active_values = values[row][masks[row]]
-            value_NA[i, : len(active_values)] = torch.from_numpy(active_values)
-            reward_NA[i, len(active_values) - 1] = float(batch["rewards"][row])
-        advantage_NA = _gae_compressed(reward_NA=reward_NA, value_NA=value_NA, gamma=gamma, lam=lam)
-        critic_NA = advantage_NA
-        if critic_lam != lam:
-            critic_NA = _gae_compressed(reward_NA=reward_NA, value_NA=value_NA, gamma=gamma, lam=critic_lam)
-        return_NA = critic_NA + value_NA
-        for i, row in enumerate(rows):
-            active = int(masks[row].sum())
-            advantages[row][masks[row]] = advantage_NA[i, :active].numpy()
-            returns[row][masks[row]] = return_NA[i, :active].numpy()
+    options = AdvantageOptions(
+        gamma=gamma,
+        lam=lam,
+        critic_lam=critic_lam,
+        kl_coef=kl_coef,
+        adaptive_mode=adaptive_mode,
+        adaptive_alpha=adaptive_alpha,
+        adaptive_min_length=adaptive_min_length,
+    )
+    resolved = resolve_advantage_estimator(estimator)
+    rows = AdvantageBatch(batch, kl_coef=kl_coef)
+    results = resolved.function(rows, options)
+    if not isinstance(results, tuple) or len(results) != 2:
+        raise ValueError(f"advantage estimator {resolved.name} must return (advantages, returns)")
+    for what, result in zip(("advantages", "returns"), results, strict=True):
+        if np.shape(result) != rows.row_A.shape:
+            raise ValueError(
+                f"{what} of advantage estimator {resolved.name} have shape {np.shape(result)}, expected one number for"
+                f" each of the {len(rows.row_A)} trainable tokens"
+            )
+        finite_A = np.isfinite(result)
+        if not finite_A.all():
+            raise ValueError(
+                f"{what} of advantage estimator {resolved.name} are not finite at"
+                f" {rows.name(rows.row_A[np.argmin(finite_A)])}"
+            )
+    advantages_A, returns_A = results
     if normalize:
-        white = whiten(
-            advantages_N=[torch.from_numpy(a) for a in advantages], loss_masks_N=[torch.from_numpy(m) for m in masks]
+        advantages_A = _whiten(advantages_A)
+    return rows.split(advantages_A), rows.split(returns_A)
+
+
+# -------------------------------------------------------------------- estimators
+
+
+def _whiten(x_A: np.ndarray) -> np.ndarray:
+    x = torch.as_tensor(x_A, dtype=torch.float64)
+    return whiten(x, torch.ones_like(x)).numpy()
+
+
+def _gae(batch: AdvantageBatch, options: AdvantageOptions, lam_N: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    reward_A = batch.token_rewards(batch.rewards_N)
+
+    def advantages(lam: float | np.ndarray) -> np.ndarray:
+        local_A = gae_rows(
+            rewards_A=reward_A, values_A=batch.values_A, counts_N=batch.counts_N, gamma=options.gamma, lam=lam
         )
-        advantages = [a.numpy() for a in white]
-    return advantages, returns
+        if not batch.has_compaction:
+            return local_A
+        # arXiv 2607.05378, Eq. 14: no bootstrap over a compaction, only the decay of what comes after
+        return local_A * batch.later_factor(options.gamma * lam)[batch.row_A]
+
+    actor_A = advantages(lam_N)
+    same = np.ndim(lam_N) == 0 and lam_N == options.critic_lambda
+    critic_A = actor_A if same else advantages(options.critic_lambda)
+    return actor_A, critic_A + batch.values_A
 
 
-def _groups(active_counts: Sequence[int]) -> list[list[int]]:
-    """Rows with trainable tokens in groups of similar length, shortest first, bounded in padded size."""
-    groups: list[list[int]] = []
-    for row in sorted(range(len(active_counts)), key=active_counts.__getitem__):
-        # a row without trainable tokens has nothing to learn from its reward
-        if active_counts[row] == 0:
-            continue
-        if not groups or (len(groups[-1]) + 1) * active_counts[row] > _GROUP_TOKENS:
-            groups.append([])
-        groups[-1].append(row)
-    return groups
+@register_advantage_estimator("gae", needs_values=True, options=("gamma", "lam", "critic_lam", "kl_coef"))
+def estimate_gae(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """GAE (arXiv 1506.02438), the reward on the last trainable token; actor and critic with lambdas of their own.
+
+    With compaction the advantage of a segment is multiplied by (gamma lambda) ** (tokens of later segments).
+    """
+    return _gae(batch, options, options.lam)
+
+
+@register_advantage_estimator(
+    "gae_adaptive",
+    needs_values=True,
+    options=(
+        "gamma",
+        "lam",
+        "critic_lam",
+        "kl_coef",
+        "adaptive_mode",
+        "adaptive_alpha",
+        "adaptive_min_length",
+    ),
+)
+def estimate_gae_adaptive(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """GAE whose actor's lambda depends on the trajectory's length (`adaptive_lambda`); the critic's stays fixed."""
+    if options.adaptive_mode == "fixed":
+        return _gae(batch, options, options.lam)
+    lam_N = adaptive_lambda(
+        batch.trajectory_counts_N.tolist(), alpha=options.adaptive_alpha, min_length=options.adaptive_min_length
+    )
+    return _gae(batch, options, lam_N.numpy())
+
+
+@register_advantage_estimator("monte_carlo")
+def estimate_monte_carlo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Discounted reward to go, minus the critic's value where the batch has one (then it is GAE with lambda 1)."""
+    return_A = batch.monte_carlo(batch.rewards_N, options.gamma)
+    return (return_A - batch.values_A if "values" in batch else return_A), return_A
+
+
+def _outcome(
+    batch: AdvantageBatch, options: AdvantageOptions, advantage_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A trajectory's one advantage on all its tokens; Monte-Carlo targets should there be a critic."""
+    return batch.on_tokens(advantage_M), batch.monte_carlo(batch.rewards_N, options.gamma)
+
+
+@register_advantage_estimator("grpo", needs_groups=True, options=("kl_coef",))
+def estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """(R - mean) / (std + 1e-6) within the group, std with n - 1 (arXiv 2402.03300).
+
+    R is the trajectory's reward less the KL penalty of all its tokens. A trajectory whose siblings were lost has
+    nothing to be compared with and gets 0.
+
+    Raises:
+        ValueError: every group has one member.
+    """
+    rewards = batch.grouped_rewards()
+    rewards.require_siblings("grpo")
+    return _outcome(batch, options, rewards.centred_M / (rewards.std_M + 1e-6))
+
+
+@register_advantage_estimator("dr_grpo", needs_groups=True, options=("kl_coef",))
+def estimate_dr_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """R - mean within the group, not divided by anything (arXiv 2503.20783); R and lone trajectories as for grpo.
+
+    Its loss adds up tokens and divides by a constant: aggregation "seq-mean-token-sum-norm".
+
+    Raises:
+        ValueError: every group has one member.
+    """
+    rewards = batch.grouped_rewards()
+    rewards.require_siblings("dr_grpo")
+    return _outcome(batch, options, rewards.centred_M)
+
+
+@register_advantage_estimator("rloo", needs_groups=True, options=("kl_coef",))
+def estimate_rloo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """R minus the mean of the others of the group, n / (n - 1) (R - mean) (arXiv 2402.14740); R as for grpo.
+
+    A trajectory alone in its group has no baseline and keeps R.
+    """
+    rewards = batch.grouped_rewards()
+    alone_M = rewards.size_M < 2
+    scale_M = rewards.size_M / np.maximum(rewards.size_M - 1, 1)
+    return _outcome(batch, options, np.where(alone_M, rewards.reward_M, scale_M * rewards.centred_M))
+
+
+@register_advantage_estimator("reinforce_plus_plus")
+def estimate_reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Discounted reward to go with the per-token KL penalty, whitened over the batch's tokens (arXiv 2501.03262)."""
+    return_A = batch.monte_carlo(batch.rewards_N, options.gamma)
+    return _whiten(return_A), return_A
+
+
+@register_advantage_estimator("reinforce_plus_plus_baseline", needs_groups=True)
+def estimate_reinforce_plus_plus_baseline(
+    batch: AdvantageBatch, options: AdvantageOptions
+) -> tuple[np.ndarray, np.ndarray]:
+    """As reinforce_plus_plus, with the group's mean reward subtracted before the discounting and whitening.
+
+    Raises:
+        ValueError: every group has one member.
+    """
+    rewards = GroupedRewards(batch.of_trajectories(batch.rewards_N, "reward"), batch.group_M)
+    rewards.require_siblings("reinforce_plus_plus_baseline")
+    centred_A = batch.monte_carlo(rewards.centred_M[batch.trajectory_N], options.gamma)
+    return _whiten(centred_A), batch.monte_carlo(batch.rewards_N, options.gamma)

@@ -1,4 +1,11 @@
-"""Per-token estimators of KL(pi || pi_ref) from the log-probabilities of sampled tokens (J. Schulman, 2020)."""
+"""Per-token estimators of KL(pi || pi_ref) from the log-probabilities of sampled tokens, and their coefficient.
+
+They are estimates of the VALUE, fit for a penalty in the reward. As a loss what counts is their gradient; see
+`kl_gradient_note`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,6 +13,32 @@ from torch import Tensor
 from miles.algorithms.aggregation import masked
 
 MAX_LOG_RATIO = 20.0  # log-ratios are clamped here: exp(20) is still finite in every float type
+MAX_LOW_VAR_KL = 10.0
+
+KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "unbiased")
+
+_GRADIENT_NOTES = {
+    "k1": "its expected gradient on the policy's own samples is 0, so it does not pull towards the reference",
+    "k3": "its expected gradient is biased: it is that of KL(ref || pi)",
+    "low_var_kl": "its expected gradient is biased: it is that of KL(ref || pi), and 0 where the estimate is clamped",
+}
+
+
+def kl_gradient_note(kind: str) -> str | None:
+    """What is wrong with the gradient of an estimator used as a LOSS, one clause for a warning; None if nothing.
+
+    k2 has the gradient of the KL exactly on the policy's own samples, "unbiased" also on those of an older policy.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    _check_kind(kind)
+    return _GRADIENT_NOTES.get(kind)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KL_KINDS:
+        raise ValueError(f"unknown KL estimator {kind!r}, expected one of {', '.join(KL_KINDS)}")
 
 
 def log_ratio(*, log_probs: Tensor, base_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -14,23 +47,84 @@ def log_ratio(*, log_probs: Tensor, base_log_probs: Tensor, loss_mask: Tensor) -
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def kl_estimate(*, log_probs: Tensor, ref_log_probs: Tensor, loss_mask: Tensor, kind: str) -> Tensor:
-    """Per-token KL(pi || pi_ref), 0 outside the mask. With d = log pi - log pi_ref (clamped to +-20):
+def kl_estimate(
+    *,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    kind: str,
+    behaviour_log_probs: Tensor | None = None,
+) -> Tensor:
+    """Per-token KL(pi || pi_ref), float32, 0 outside the mask. With d = log pi - log pi_ref (clamped to +-20):
 
-    k1 = d, unbiased, high variance; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, unbiased and never negative.
-
-    These are estimates of the VALUE. Differentiated as a loss on samples of the policy itself, k1 has expected
-    gradient 0, k2 the gradient of the KL exactly, k3 a biased one.
+    k1 = d, unbiased, high variance; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, unbiased and never negative (J. Schulman,
+    2020); low_var_kl = k3 clamped to +-10; unbiased = exp(log pi - log pi_b) k3, with the ratio to the policy pi_b
+    that sampled the tokens in the graph (DeepSeek-V3.2).
 
     Args:
-        log_probs, ref_log_probs, loss_mask: one shape.
-        kind: "k1", "k2" or "k3".
+        log_probs: with gradient where it is a loss. All tensors have one shape.
+        ref_log_probs, behaviour_log_probs: constants.
+        kind: one of `KL_KINDS`.
+
+    Raises:
+        ValueError: unknown kind, or "unbiased" without `behaviour_log_probs`.
     """
-    d = log_ratio(log_probs=log_probs, base_log_probs=ref_log_probs, loss_mask=loss_mask)
+    _check_kind(kind)
+    d = log_ratio(log_probs=log_probs, base_log_probs=ref_log_probs.detach(), loss_mask=loss_mask)
     if kind == "k1":
         return d
     if kind == "k2":
         return d.square() / 2
-    if kind == "k3":
-        return torch.exp(-d) - 1 + d
-    raise ValueError(f"unknown KL estimator {kind!r}, expected k1, k2 or k3")
+    k3 = torch.expm1(-d) + d
+    if kind == "low_var_kl":
+        return k3.clamp(-MAX_LOW_VAR_KL, MAX_LOW_VAR_KL)
+    if kind == "unbiased":
+        if behaviour_log_probs is None:
+            raise ValueError("the KL estimator 'unbiased' needs the log-probabilities of the policy that sampled")
+        ratio = log_ratio(log_probs=log_probs, base_log_probs=behaviour_log_probs.detach(), loss_mask=loss_mask).exp()
+        return ratio * k3
+    return k3
+
+
+@dataclass
+class AdaptiveKLController:
+    """Moves the KL coefficient towards a target: coef *= 1 + clip(kl / target - 1, +-0.2) n / horizon.
+
+    arXiv 1909.08593, section 2.2. With `target` None the coefficient is fixed.
+
+    Raises:
+        ValueError: a negative coefficient, a target or horizon not above 0.
+    """
+
+    coef: float
+    target: float | None = None
+    horizon: float = 10_000.0
+    """Samples after which a KL that stays 20 % or more off has changed the coefficient by about 20 %."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.coef < float("inf"):
+            raise ValueError(f"the KL coefficient must be a finite number of at least 0, got {self.coef}")
+        if self.target is not None and not self.target > 0.0:
+            raise ValueError(f"the KL target must be above 0, got {self.target}")
+        if not self.horizon > 0.0:
+            raise ValueError(f"the KL horizon must be above 0, got {self.horizon}")
+
+    def update(self, *, kl: float, num_samples: int) -> float:
+        """The coefficient after a batch of `num_samples` whose mean KL per token was `kl`.
+
+        Raises:
+            ValueError: `kl` is not finite.
+        """
+        if self.target is None:
+            return self.coef
+        if not abs(kl) < float("inf"):
+            raise ValueError(f"the KL that the adaptive coefficient follows is {kl}")
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef = max(self.coef * (1.0 + error * num_samples / self.horizon), 0.0)
+        return self.coef
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.coef = float(state["coef"])

@@ -121,14 +121,14 @@ class TokenReader:
     def __call__(
         self, outputs: torch.Tensor, micro_batch: MicroBatch, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = outputs if self.temperature == 1.0 else outputs.float() / self.temperature
         log_probs, entropy = token_log_probs(
-            logits,
+            outputs,
             micro_batch.targets_L,
             vocab_size=self.vocab_size,
             rank=self.tp_rank,
             group=self.tp_group,
             with_entropy=with_entropy,
+            temperature=self.temperature,
         )
         if not with_entropy:
             return micro_batch.whole(log_probs), torch.zeros_like(micro_batch.mask_T, dtype=torch.float32)

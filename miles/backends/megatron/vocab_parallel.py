@@ -1,68 +1,134 @@
-"""Log-probability and entropy of tokens from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Log-probability and entropy of tokens from logits whose vocabulary is split over tensor-parallel ranks.
+
+Logits are the largest tensor of a training step: [tokens, vocabulary]. Here they are read in chunks of tokens,
+computed with in at least fp32, and never copied as a whole: beside the logits lives one chunk in the forward pass, one
+chunk and their gradient in the backward pass, and no gradient of its own where it may take the logits' place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits in a chunk: on a CPU what its cache holds, on a GPU enough to keep it busy."""
+_MIN_SHIFTED = -1e4
+"""Logits further than this below the largest have probability 0; -inf would make 0 * -inf of the entropy."""
+
+
+def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, size):
+        yield slice(start, min(start + size, num_tokens))
+
+
+def _read(logits_SV: torch.Tensor, rows: slice | torch.Tensor, columns: int, scale: float) -> torch.Tensor:
+    """A chunk's logits of real columns over the temperature, a fresh tensor in at least fp32."""
+    chunk = logits_SV[rows, :columns]
+    fresh = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=isinstance(rows, slice))
+    return fresh if scale == 1.0 else fresh.mul_(scale)
+
 
 class _LogProbEntropy(torch.autograd.Function):
-    """log p(target) and entropy per row; saves the logits and recomputes the softmax in the backward pass."""
+    """Saves the logits and one number per token; the softmax is computed again in the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits_TV: torch.Tensor,
+        logits_SV: torch.Tensor,
         targets_T: torch.Tensor,
+        positions_T: torch.Tensor | None,
         first_column: int,
+        columns: int,
+        scale: float,
         with_entropy: bool,
         group: dist.ProcessGroup | None,
+        chunk_tokens: int,
+        reuse_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = logits_TV.shape[1]
-        if columns:
-            max_T = logits_TV.max(dim=1).values
-        else:
-            max_T = logits_TV.new_full((logits_TV.shape[0],), -torch.inf)
-        if group is not None:
-            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
-        shifted_TV = logits_TV - max_T[:, None]
-        exp_TV = shifted_TV.exp()
+        num_tokens = len(targets_T)
+        dtype = torch.promote_types(logits_SV.dtype, torch.float32)
         local_T = targets_T - first_column
-        owned_T = (local_T >= 0) & (local_T < columns)
-        index_T = torch.where(owned_T, local_T, 0)
-        if columns:
-            target_T = torch.where(owned_T, shifted_TV.gather(1, index_T[:, None]).squeeze(1), 0.0)
-        else:
-            target_T = torch.zeros_like(max_T)
-        sums = [exp_TV.sum(dim=1), target_T]
-        if with_entropy:
-            sums.append((exp_TV * shifted_TV).sum(dim=1))
-        stacked = torch.stack(sums)
+        index_T = torch.where((local_T >= 0) & (local_T < columns), local_T, -1)
+        max_T = logits_SV.new_full((num_tokens,), -torch.inf, dtype=dtype)
+        # per token: sum of exp(z - max), the target's z - max where it is ours, sum of exp(z - max) (z - max)
+        sums_3T = logits_SV.new_zeros((3, num_tokens), dtype=dtype)
+        for part in _chunks(num_tokens, chunk_tokens) if columns else ():
+            z_CV = _read(logits_SV, part if positions_T is None else positions_T[part], columns, scale)
+            max_C = z_CV.amax(dim=1)
+            max_T[part] = max_C
+            index_C = index_T[part]
+            sums_3T[1, part] = z_CV.gather(1, index_C.clamp(min=0)[:, None]).squeeze(1)
+            z_CV.sub_(max_C[:, None])
+            if with_entropy:
+                shifted_CV = z_CV.clamp_(min=_MIN_SHIFTED)
+                exp_CV = shifted_CV.exp()
+                sums_3T[2, part] = torch.linalg.vecdot(exp_CV, shifted_CV)
+            else:
+                exp_CV = z_CV.exp_()
+            sums_3T[0, part] = exp_CV.sum(dim=1)
         if group is not None:
-            dist.all_reduce(stacked, group=group)
-        log_sum_T = stacked[0].log()
-        log_prob_T = stacked[1] - log_sum_T
+            local_max_T = max_T.clone()
+            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
+            # a rank that holds nothing but padding has no maximum, and adds zeros
+            drop_T = (local_max_T - max_T).clamp(min=_MIN_SHIFTED)
+            sums_3T[2].addcmul_(drop_T, sums_3T[0]).mul_(drop_T.exp())
+            sums_3T[0].mul_(drop_T.exp())
+        sums_3T[1] = torch.where(index_T >= 0, sums_3T[1] - max_T, 0.0)
+        if group is not None:
+            dist.all_reduce(sums_3T, group=group)
+        log_sum_T = sums_3T[0].log()
+        log_prob_T = sums_3T[1] - log_sum_T
         # H = log Z - E[z], with z the logits minus their maximum
-        entropy_T = log_sum_T - stacked[2] / stacked[0] if with_entropy else torch.zeros_like(log_prob_T)
-        ctx.save_for_backward(logits_TV, max_T + log_sum_T, index_T, owned_T, entropy_T)
-        ctx.with_entropy = with_entropy
+        entropy_T = log_sum_T - sums_3T[2] / sums_3T[0] if with_entropy else torch.zeros_like(log_prob_T)
+        ctx.save_for_backward(logits_SV, positions_T, max_T + log_sum_T, index_T, entropy_T)
+        ctx.columns, ctx.scale, ctx.chunk_tokens, ctx.reuse_logits = columns, scale, chunk_tokens, reuse_logits
+        ctx.consumed = False
+        ctx.set_materialize_grads(False)
         return log_prob_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits_TV, log_z_T, index_T, owned_T, entropy_T = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         log_prob_grad_T, entropy_grad_T = grads
-        log_p_TV = logits_TV - log_z_T[:, None]
-        p_TV = log_p_TV.exp()
-        grad_TV = -p_TV * log_prob_grad_T[:, None]
-        if logits_TV.shape[1]:
-            grad_TV.scatter_add_(1, index_T[:, None], torch.where(owned_T, log_prob_grad_T, 0.0)[:, None])
-        if ctx.with_entropy:
-            # dH/dz = -p (log p + H)
-            grad_TV -= p_TV * (log_p_TV + entropy_T[:, None]) * entropy_grad_T[:, None]
-        return grad_TV, None, None, None, None
+        nothing = (None,) * 9
+        if log_prob_grad_T is None and entropy_grad_T is None:
+            return None, *nothing
+        assert not ctx.consumed, "the logits have become their gradient: there is no second backward pass"
+        logits_SV, positions_T, log_z_T, index_T, entropy_T = ctx.saved_tensors
+        num_tokens, columns = len(log_z_T), ctx.columns
+        if ctx.reuse_logits:
+            ctx.consumed = True
+            grad_SV = logits_SV.detach()
+            grad_SV[:, columns:] = 0.0
+            if positions_T is not None:
+                unread_S = torch.ones(len(grad_SV), dtype=torch.bool, device=grad_SV.device)
+                unread_S[positions_T] = False
+                grad_SV.masked_fill_(unread_S[:, None], 0.0)
+        else:
+            whole = positions_T is None and columns == logits_SV.shape[1]
+            grad_SV = torch.empty_like(logits_SV) if whole else torch.zeros_like(logits_SV)
+        for part in _chunks(num_tokens, ctx.chunk_tokens) if columns else ():
+            rows = part if positions_T is None else positions_T[part]
+            grad_CV = _read(logits_SV, rows, columns, ctx.scale).sub_(log_z_T[part, None])
+            if entropy_grad_T is None:
+                grad_CV.exp_().mul_(-log_prob_grad_T[part, None])
+            else:
+                # dH/dz = -p (log p + H)
+                p_CV = grad_CV.exp()
+                grad_CV.clamp_(min=_MIN_SHIFTED).add_(entropy_T[part, None]).mul_(-entropy_grad_T[part, None])
+                if log_prob_grad_T is not None:
+                    grad_CV.sub_(log_prob_grad_T[part, None])
+                grad_CV.mul_(p_CV)
+            if log_prob_grad_T is not None:
+                index_C = index_T[part]
+                ours_C = torch.where(index_C >= 0, log_prob_grad_T[part], 0.0)
+                grad_CV.scatter_add_(1, index_C.clamp(min=0)[:, None], ours_C[:, None])
+            if ctx.scale != 1.0:
+                grad_CV.mul_(ctx.scale)
+            grad_SV[rows, :columns] = grad_CV.to(grad_SV.dtype)
+        return grad_SV, *nothing
 
 
 def token_log_probs(
@@ -73,23 +139,49 @@ def token_log_probs(
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
+    temperature: float = 1.0,
+    positions_T: torch.Tensor | None = None,
+    chunk_tokens: int | None = None,
+    reuse_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `targets_T` and, if asked for, entropies, both fp32 [T] and differentiable.
+    """Log-probabilities of `targets_T` and, if asked for, entropies, both [T], differentiable, in at least fp32.
+
+    Memory beside the logits: one chunk; in the backward pass their gradient too, in their dtype, unless it takes their
+    place.
 
     Args:
-        logits_TV: This rank's columns, [T, columns]; rank r holds columns r*columns and on of the padded vocabulary.
+        logits_TV: This rank's columns, [T, columns], or [S, columns] with `positions_T`; rank r holds columns
+            r * columns and on of the padded vocabulary. Any float dtype; bf16 is computed with in fp32.
+        targets_T: Token ids.
         vocab_size: Tokens that exist; columns past it are padding and take no probability.
         rank, group: Tensor-parallel rank and group; None where one rank holds the whole vocabulary.
+        temperature: Divides the logits, as sampling did.
+        positions_T: Row of the logits that predicts each target, no row twice; spares a copy of the selected rows.
+        chunk_tokens: Tokens computed at once; None takes a number that suits vocabulary and device. Changes no result.
+        reuse_logits: Write the gradient over the logits. Nobody may read them after the backward pass, which happens
+            once. They must not be a leaf.
 
     Returns:
         (log_probs_T, entropy_T); entropy_T is zero without `with_entropy`.
     """
-    first_column = rank * logits_TV.shape[1]
-    real = max(0, min(logits_TV.shape[1], vocab_size - first_column))
-    log_prob_T, entropy_T = _LogProbEntropy.apply(
-        logits_TV[:, :real].float(), targets_T, first_column, with_entropy, group
+    assert not (reuse_logits and logits_TV.is_leaf and logits_TV.requires_grad), "a leaf cannot become its gradient"
+    columns = logits_TV.shape[1]
+    first_column = rank * columns
+    real = max(0, min(columns, vocab_size - first_column))
+    if chunk_tokens is None:
+        chunk_tokens = max(1, _CHUNK_ELEMENTS.get(logits_TV.device.type, 1 << 24) // max(real, 1))
+    return _LogProbEntropy.apply(
+        logits_TV,
+        targets_T,
+        positions_T,
+        first_column,
+        real,
+        1.0 / temperature,
+        with_entropy,
+        group,
+        chunk_tokens,
+        reuse_logits,
     )
-    return log_prob_T, entropy_T
 
 
 def gather_columns(logits_TV: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -1,0 +1,197 @@
+"""Discounted sums and generalised advantage estimation on trainable tokens; lambda by length; compaction."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CHUNK = 32  # tokens solved at once by one triangular matrix
+_GROUP_TOKENS = 1 << 22  # padded tokens of the rows that are solved together
+
+
+def check_decay(name: str, number: float) -> None:
+    """Raise ValueError unless `number` lies in [0, 1]."""
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must lie in [0, 1], got {number}")
+
+
+def discounted_sums(x_NT: Tensor, *, decay: float | Tensor) -> Tensor:
+    """y_t = x_t + decay * y_{t+1} along the last dimension, y beyond the end 0. [..., T], in `x_NT`'s dtype.
+
+    A scan in chunks of 32 tokens: each chunk is solved by one product with a triangular matrix of powers, and the
+    chunks' first elements are a problem of the same form, 32 times shorter.
+
+    Args:
+        decay: one number, or one per row ([N] for [N, T]).
+    """
+    length = x_NT.shape[-1]
+    if length == 0:
+        return x_NT.clone()
+    size = min(_CHUNK, length)
+    num_chunks = -(-length // size)
+    if filling := num_chunks * size - length:
+        x_NT = torch.nn.functional.pad(x_NT, (0, filling))
+    x_NCK = x_NT.unflatten(-1, (num_chunks, size))
+    decay_1 = torch.as_tensor(decay, dtype=x_NT.dtype, device=x_NT.device).unsqueeze(-1)
+    power_K = decay_1 ** torch.arange(1, size + 1, dtype=x_NT.dtype, device=x_NT.device)
+    step_K = torch.arange(size, device=x_NT.device)
+    distance_KK = step_K[:, None] - step_K[None, :]
+    one_power_K = torch.cat([torch.ones_like(power_K[..., :1]), power_K], dim=-1)
+    power_KK = torch.where(distance_KK >= 0, one_power_K[..., distance_KK.clamp(min=0)], 0.0)
+    y_NCK = x_NCK @ power_KK
+    if num_chunks > 1:
+        first_NC = discounted_sums(y_NCK[..., 0].contiguous(), decay=power_K[..., -1])
+        carry_K = power_K.flip(-1)
+        y_NCK[..., :-1, :].addcmul_(first_NC[..., 1:, None], carry_K.unsqueeze(-2))
+    return y_NCK.flatten(-2)[..., :length]
+
+
+def discounted_row_sums(x_A: np.ndarray, *, counts_N: np.ndarray, decay: float | np.ndarray) -> np.ndarray:
+    """`discounted_sums` of rows of different lengths laid end to end, float64 [A].
+
+    Rows are solved together with rows of up to twice their length, so padding at most doubles the work.
+
+    Args:
+        x_A: the rows' numbers, A = sum(counts_N).
+        counts_N: numbers in each row, 0 allowed.
+        decay: one number, or one per row [N].
+    """
+    decay_N = np.broadcast_to(np.asarray(decay, dtype=np.float64), counts_N.shape)
+    start_N = np.cumsum(counts_N) - counts_N
+    one_decay = np.ndim(decay) == 0
+    y_A = np.empty(len(x_A), dtype=np.float64)
+    for rows in _groups(counts_N):
+        spans = [slice(start_N[row], start_N[row] + counts_N[row]) for row in rows]
+        x_RL = np.zeros((len(rows), int(counts_N[rows].max())), dtype=np.float64)
+        for x_L, span in zip(x_RL, spans, strict=True):
+            x_L[: span.stop - span.start] = x_A[span]
+        decay_R = float(decay_N[rows[0]]) if one_decay else torch.from_numpy(decay_N[rows])
+        for y_L, span in zip(discounted_sums(torch.from_numpy(x_RL), decay=decay_R).numpy(), spans, strict=True):
+            y_A[span] = y_L[: span.stop - span.start]
+    return y_A
+
+
+def _groups(counts_N: np.ndarray) -> list[np.ndarray]:
+    """Rows that are not empty, in groups of similar length and bounded padded size."""
+    groups: list[np.ndarray] = []
+    order = np.argsort(counts_N, kind="stable")
+    order = order[np.searchsorted(counts_N[order], 1) :]
+    while len(order):
+        shortest = counts_N[order[0]]
+        similar = int(np.searchsorted(counts_N[order], 2 * shortest, side="right"))
+        fitting = max(1, int(_GROUP_TOKENS // counts_N[order[similar - 1]]))
+        groups.append(order[: min(similar, fitting)])
+        order = order[min(similar, fitting) :]
+    return groups
+
+
+def row_ends(counts_N: np.ndarray) -> np.ndarray:
+    """Place of the last number of every row that is not empty, among rows laid end to end."""
+    return np.cumsum(counts_N)[counts_N > 0] - 1
+
+
+def gae_rows(
+    *, rewards_A: np.ndarray, values_A: np.ndarray, counts_N: np.ndarray, gamma: float, lam: float | np.ndarray
+) -> np.ndarray:
+    """Advantages of rows of trainable tokens laid end to end, float64 [A]; the formula is in `gae`."""
+    delta_A = rewards_A - values_A
+    next_A = gamma * values_A
+    # V after the last token of a row is 0
+    next_A[np.cumsum(counts_N)[counts_N > 0] - counts_N[counts_N > 0]] = 0.0
+    delta_A[:-1] += next_A[1:]
+    return discounted_row_sums(delta_A, counts_N=counts_N, decay=gamma * lam)
+
+
+def gae(
+    *,
+    rewards_NT: Tensor,
+    values_NT: Tensor,
+    loss_mask_NT: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    terminal_rewards_N: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation on the compressed trainable subsequence of each row, on the CPU.
+
+    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, R_t = A_t + V_t, where `next` is the next
+    trainable token: observations are stepped over and cost no discount. V and A beyond the last one are 0
+    (arXiv 1506.02438; observation skipping as in SAO, arXiv 2607.07508, Eq. 4-5). Accumulates in float64.
+
+    Args:
+        rewards_NT: per-token rewards, [N, T], or [T] for one sample; entries outside the mask are ignored.
+        values_NT, loss_mask_NT: critic values and 1 for trainable tokens, shaped like the rewards.
+        lam: one number, or one per row [N] (see `adaptive_lambda`).
+        terminal_rewards_N: the trajectory's scalar reward, [N] or one for all, added at the LAST TRAINABLE token.
+
+    Returns:
+        advantages and returns, shaped like `values_NT` in its dtype, 0 outside the mask.
+
+    Raises:
+        ValueError: shapes differ, gamma or lam outside [0, 1], a row with a terminal reward but nothing trainable.
+    """
+    if not rewards_NT.shape == values_NT.shape == loss_mask_NT.shape or values_NT.dim() not in (1, 2):
+        raise ValueError(
+            f"rewards {tuple(rewards_NT.shape)}, values {tuple(values_NT.shape)} and loss mask"
+            f" {tuple(loss_mask_NT.shape)} must have one and the same shape, [N, T] or [T]"
+        )
+    check_decay("gamma", gamma)
+    lam_N = lam.double().numpy() if isinstance(lam, Tensor) else lam
+    for number in np.atleast_1d(lam_N):
+        check_decay("lambda", float(number))
+    mask_NT = loss_mask_NT.bool().reshape(-1, values_NT.shape[-1]).numpy()
+    counts_N = np.count_nonzero(mask_NT, axis=1)
+    terminal_N = torch.as_tensor(terminal_rewards_N, dtype=torch.float64).expand(len(counts_N)).numpy()
+    if ((counts_N == 0) & (terminal_N != 0)).any():
+        raise ValueError("the loss mask is empty: there is no trainable token to put the terminal reward on")
+    place_A = np.flatnonzero(mask_NT)
+    reward_A = rewards_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
+    value_A = values_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
+    reward_A[row_ends(counts_N)] += terminal_N[counts_N > 0]
+    advantage_A = gae_rows(rewards_A=reward_A, values_A=value_A, counts_N=counts_N, gamma=gamma, lam=lam_N)
+
+    def expand(x_A: np.ndarray) -> Tensor:
+        out = torch.zeros(values_NT.numel(), dtype=values_NT.dtype)
+        out.numpy()[place_A] = x_A
+        return out.view(values_NT.shape)
+
+    return expand(advantage_A), expand(advantage_A + value_A)
+
+
+def adaptive_lambda(num_tokens: Tensor | Sequence[int], *, alpha: float, min_length: int = 1) -> Tensor:
+    """lambda(L) = max(1 - 1 / (alpha L), 0) for trajectories of L trainable tokens, float64, [N].
+
+    A trajectory of no token, or of fewer than `min_length`, gets 1. VAPO takes alpha .05 (arXiv 2504.05118), SAO 1.5
+    (arXiv 2607.07508). With compaction L counts the trainable tokens of the whole trajectory, not of the segment.
+
+    Raises:
+        ValueError: alpha not above 0 or not finite, a negative length or `min_length`.
+    """
+    if not 0.0 < alpha < float("inf"):
+        raise ValueError(f"the alpha of the length-adaptive lambda must be a finite number above 0, got {alpha}")
+    if min_length < 0:
+        raise ValueError(f"the minimum length of the length-adaptive lambda must be at least 0, got {min_length}")
+    length_N = torch.as_tensor(num_tokens, dtype=torch.float64)
+    if bool((length_N < 0).any()):
+        raise ValueError(f"a trajectory cannot have {int(length_N.min())} tokens")
+    lam_N = (1.0 - 1.0 / (alpha * length_N.clamp(min=1.0))).clamp(min=0.0)
+    return torch.where((length_N < min_length) | (length_N == 0), 1.0, lam_N)
+
+
+def compaction_token_counts(
+    *, trajectory_ids: Sequence[Hashable], segment_indices: Sequence[int], loss_masks: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """Per segment: trainable tokens in LATER segments of its trajectory, and in all of them.
+
+    Masks [1, 0, 1], [1], [0, 1, 1, 1] of one trajectory give ([4, 3, 0], [6, 6, 6]) (arXiv 2607.05378, Eq. 14).
+
+    Args:
+        trajectory_ids, segment_indices, loss_masks: one of each per row, rows in any order.
+    """
+    counts = [int(np.count_nonzero(mask)) for mask in loss_masks]
+    remaining: dict[Hashable, int] = {}
+    subsequent = [0] * len(counts)
+    for row in sorted(range(len(counts)), key=lambda row: segment_indices[row], reverse=True):
+        subsequent[row] = remaining.get(trajectory_ids[row], 0)
+        remaining[trajectory_ids[row]] = subsequent[row] + counts[row]
+    return subsequent, [remaining[trajectory] for trajectory in trajectory_ids]
