@@ -172,7 +172,13 @@ def repair_distributed_optimizer(module: types.ModuleType) -> None:
     cls.sharded_state_dict = sharded_with_primed_state
 
 
+def _do_not_compile(module: types.ModuleType) -> None:
+    # Importing torch's compiler takes several CPU seconds in each process, and no fused kernel is used on a CPU.
+    module.disable_jit_fuser()
+
+
 _REPAIRS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _do_not_compile,
     "megatron.core.tensor_parallel.random": _repair_random,
     "megatron.core.optimizer.distrib_optimizer": repair_distributed_optimizer,
 }

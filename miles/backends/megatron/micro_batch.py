@@ -46,6 +46,10 @@ class MicroBatch:
     sample_indices: list[int]
     response_lengths: list[int]
 
+    def predictions(self, outputs_S: torch.Tensor) -> torch.Tensor:
+        """The outputs that predict the T response tokens, from those of all S positions of this rank, [S, ...]."""
+        return self.whole(outputs_S.index_select(0, self.positions_L))
+
     def whole(self, x_L: torch.Tensor) -> torch.Tensor:
         """Numbers of all T response tokens from those that this rank predicts, [L, ...] -> [T, ...]."""
         if self.places_L is None:

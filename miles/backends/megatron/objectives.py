@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles.algorithms.aggregation import aggregate, loss_denominator, masked, masked_sum
+from miles.algorithms.aggregation import aggregate, loss_denominator, masked_sum
 from miles.algorithms.policy_losses import PolicyLoss
 from miles.algorithms.value_losses import (
     EV_STATS,
@@ -71,14 +71,14 @@ class ValueObjective(TokenMean):
 
     def read(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Values [T]."""
-        return self._values(micro_batch.whole(outputs))
+        return self._values(micro_batch.predictions(outputs))
 
     def _values(self, outputs_TB: torch.Tensor) -> torch.Tensor:
         return value_from_logits(logits_TB=outputs_TB, loss_type=self.loss_type, reward_range=self.reward_range)
 
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         returns_T, mask_T = micro_batch.columns["returns"], micro_batch.mask_T
-        outputs_TB = micro_batch.whole(outputs)
+        outputs_TB = micro_batch.predictions(outputs)
         values_T = self._values(outputs_TB)
         if self.loss_type == "mse":
             loss_T, metrics = mse_value_loss(
@@ -119,8 +119,9 @@ class TokenReader:
         return cls(vocab_size=vocab_size, tp_rank=parallel.tp_rank, tp_group=group, temperature=temperature)
 
     def __call__(
-        self, outputs: torch.Tensor, micro_batch: MicroBatch, with_entropy: bool = False
+        self, outputs: torch.Tensor, micro_batch: MicroBatch, *, with_entropy: bool = False, training: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies (zero unless asked for), both [T]; in training the logits are used up."""
         log_probs, entropy = token_log_probs(
             outputs,
             micro_batch.targets_L,
@@ -129,6 +130,8 @@ class TokenReader:
             group=self.tp_group,
             with_entropy=with_entropy,
             temperature=self.temperature,
+            positions_T=micro_batch.positions_L,
+            reuse_logits=training,
         )
         if not with_entropy:
             return micro_batch.whole(log_probs), torch.zeros_like(micro_batch.mask_T, dtype=torch.float32)
@@ -141,8 +144,8 @@ class TokenReader:
 
     def logits(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Logits [T, vocabulary] of all tensor-parallel ranks, without the vocabulary's padding."""
-        columns = gather_columns(outputs, group=self.tp_group)
-        return micro_batch.whole(columns[:, : self.vocab_size])
+        columns = gather_columns(micro_batch.predictions(outputs), group=self.tp_group)
+        return columns[:, : self.vocab_size]
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class PolicyObjective:
 
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         mask_T, row_T = micro_batch.mask_T, micro_batch.row_T
-        log_probs_T, entropy_T = self.reader(outputs, micro_batch, with_entropy=True)
+        log_probs_T, entropy_T = self.reader(outputs, micro_batch, with_entropy=True, training=True)
         columns = {name: micro_batch.columns[name] for name in self.columns}
         if self.own_old_log_probs and "old_log_probs" in self.loss.columns:
             columns["old_log_probs"] = log_probs_T.detach()
@@ -221,5 +224,6 @@ class LikelihoodObjective(TokenMean):
 
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         mask_T = micro_batch.mask_T
-        loss = masked(-self.reader.read(outputs, micro_batch), mask_T).sum()
+        log_probs_T, _ = self.reader(outputs, micro_batch, training=True)
+        loss = masked_sum(-log_probs_T, mask_T)
         return loss, {"tokens": mask_T.sum().double(), "sft_loss": loss.detach().double()}

@@ -23,11 +23,11 @@ from miles.backends.megatron.parallel import ParallelState
 
 Metrics = dict[str, Any]
 Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
-"""(outputs [L, width] of the response tokens that this rank predicts, micro-batch) -> (summed loss, summed metrics).
+"""(outputs [S, width] of all positions of this rank, micro-batch) -> (summed loss, summed metrics).
 
 The sums are over all T tokens of the micro-batch, on every context-parallel rank; see MicroBatch.whole."""
 Reader = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-"""(outputs [L, width], micro-batch) -> numbers of each response token, [T] or [T, n]."""
+"""(outputs [S, width], micro-batch) -> numbers of each response token, [T] or [T, n]."""
 
 
 class Stepper:
@@ -122,8 +122,7 @@ class Stepper:
         scale = len(shard["micro_batches"]) * self.parallel.dp_size / denominator
 
         def on_output(micro_batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-            selected = _response_outputs(output, micro_batch)
-            loss_sum, metrics = objective(selected, micro_batch)
+            loss_sum, metrics = objective(output.flatten(0, 1), micro_batch)
             # Without a token to predict this rank must still run the backward pass of the whole model.
             loss = loss_sum * scale + output.sum() * 0.0 if not len(micro_batch.positions_L) else loss_sum * scale
             return loss, {**metrics, "loss": loss_sum.detach().double()}
@@ -140,7 +139,7 @@ class Stepper:
         """
 
         def on_output(micro_batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict[int, np.ndarray]]:
-            numbers = reader(_response_outputs(output, micro_batch), micro_batch)
+            numbers = reader(output.flatten(0, 1), micro_batch)
             return output.new_zeros(()), split_by_row(numbers, micro_batch)
 
         parts = self._run(shard, (), on_output, forward_only=True)
@@ -172,11 +171,6 @@ class Stepper:
         reduced = dict(zip(sums, totals.tolist(), strict=True))
         reduced.update((name, sign * top) for name, sign, top in zip(extremes, signs, tops.tolist(), strict=True))
         return reduced
-
-
-def _response_outputs(output: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """[L, width]: the outputs that predict response tokens, from the last stage's [rows, length, width]."""
-    return output.flatten(0, 1).index_select(0, micro_batch.positions_L)
 
 
 def _packed_params(micro_batch: MicroBatch) -> PackedSeqParams | None:

@@ -104,3 +104,15 @@ def batch() -> dict[str, Any]:
         columns["old_log_probs"].append((draw.normal(size=response) * 0.3 - 5.0).astype(np.float32))
         columns["values"].append((draw.normal(size=response) * 0.2 + 0.4).astype(np.float32))
     return columns
+
+
+@pytest.fixture(scope="session")
+def make_shard() -> Callable[..., dict[str, Any]]:
+    """`make_shard(batch)`: a whole batch as the shard of one data-parallel rank, two rows a micro-batch."""
+
+    def make(batch: dict[str, Any]) -> dict[str, Any]:
+        from megatron_tasks import make_shard
+
+        return make_shard(batch, dp_rank=0, dp_size=1, micro_batch_size=2)
+
+    return make

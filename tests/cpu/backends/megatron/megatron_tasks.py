@@ -172,8 +172,12 @@ def gradients(
             objective = worker._value_objective(clipped="values" in shard)
         else:
             objective = worker._likelihood_objective()
-        metrics = worker._accumulate(1, shard, objective)
-        results[name] = {"metrics": metrics, "gradient": gather_gradients(worker)}
+        try:
+            metrics = worker._accumulate(1, shard, objective)
+        except FloatingPointError as error:
+            results[name] = {"error": str(error)}
+        else:
+            results[name] = {"metrics": metrics, "gradient": gather_gradients(worker)}
     worker.close()
     return results
 

@@ -6,6 +6,7 @@ test_training.py (transformers and plain PyTorch).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "critic_frozen": ("critic", BINS | {"critic_freeze_attention": True}),
 }
 MIS = {"ratio_correction": "mis", "mis_level": "sequence", "mis_mode": "clip", "mis_high": 3.0}
+WHOLE_FORMS = ("ppo_entropy", "gspo")
 POLICIES: dict[str, dict[str, Any]] = {
     "ppo_entropy": {"entropy_coef": 0.01, "rollout_temperature": 0.7},
     "ppo_dual_clip": {"eps_clip_c": 1.5, "loss_agg_mode": "seq-mean-token-sum"},
@@ -68,21 +70,45 @@ POLICIES: dict[str, dict[str, Any]] = {
     "kl_low_var": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
     "kl_unbiased": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
 }
-# objective: (model, what it optimises, settings)
-OBJECTIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "likelihood": ("actor", "likelihood", {}),
-    **{name: ("actor", "policy", settings) for name, settings in POLICIES.items()},
-    "value_mse": ("critic_mse", "value", {}),
-    "value_hl_gauss": ("critic_bins", "value", {}),
-    "value_two_hot": ("critic_bins", "value", {"value_target_type": "two_hot"}),
-    "value_frozen_attention": ("critic_frozen", "value", {}),
-}
-# how the batch is cut: settings of the schedule, packed or padded, order of the rows
+# How the batch is cut: settings of the schedule, packed or padded, order of the rows. "single_rows" has an empty
+# micro-batch more, as a rank with fewer rows than others has.
 FORMS: dict[str, tuple[dict[str, Any], bool, list[int]]] = {
     "packed": ({"micro_batch_size": 2}, True, [0, 1, 2, 3, 4, 5, 6, 7]),
     "padded": ({"micro_batch_size": 4}, False, [0, 1, 2, 3, 4, 5, 6, 7]),
     "single_rows": ({"micro_batch_size": 1}, False, [2, 0, 5, 1, 7, 6, 4, 3]),
-    "budget": ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60}, True, [3, 7, 0, 2, 6, 1, 5, 4]),
+    "budget": ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}, True, [3, 7, 0, 2, 6, 1, 5, 4]),
+}
+
+
+@dataclass(frozen=True)
+class Objective:
+    model: str
+    kind: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    forms: tuple[str, ...] = tuple(FORMS)
+    estimator: dict[str, Any] | None = None
+    """How advantages and returns come from the rewards of the whole batch; None takes given ones."""
+
+
+ESTIMATORS = ("gae", "gae_adaptive", "monte_carlo", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus")
+OBJECTIVES = {
+    "likelihood": Objective("actor", "likelihood"),
+    "value_mse": Objective("critic_mse", "value"),
+    "value_mse_of_gae": Objective("critic_mse", "value", estimator={"estimator": "gae", "lam": 0.9}),
+    "value_hl_gauss": Objective("critic_bins", "value"),
+    "value_two_hot": Objective("critic_bins", "value", {"value_target_type": "two_hot"}),
+    "value_frozen_attention": Objective("critic_frozen", "value"),
+    **{
+        name: Objective("actor", "policy", settings, tuple(FORMS) if name in WHOLE_FORMS else ("padded", "budget"))
+        for name, settings in POLICIES.items()
+    },
+    **{
+        f"estimator_{name}": Objective("actor", "policy", forms=("budget",), estimator={"estimator": name, "lam": 0.9})
+        for name in (*ESTIMATORS, "reinforce_plus_plus_baseline")
+    },
+    "estimator_gae_whitened": Objective(
+        "actor", "policy", forms=("budget",), estimator={"estimator": "gae", "gamma": 0.95, "normalize": True}
+    ),
 }
 
 
@@ -101,6 +127,8 @@ def rows() -> dict[str, Any]:
         "loss_masks": masks,
         "sample_indices": list(range(100, 108)),
         "returns": [[float(row % 2)] * n for row, n in enumerate(responses)],
+        "rewards": [1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 0.0],
+        "group_indices": [0, 0, 0, 1, 1, 2, 2, 2],
     }
     for name, center, spread in (("advantages", 0.0, 1.0), ("old_log_probs", -5.0, 0.3), ("values", 0.4, 0.2)):
         batch[name] = [(draw.normal(size=n) * spread + center).astype(np.float32) for n in responses]
@@ -110,33 +138,36 @@ def rows() -> dict[str, Any]:
 
 
 def runs_of(
-    batch: dict[str, Any],
-    model: str,
-    *,
-    hf_checkpoint: str,
-    dp_size: int,
-    sizes: dict[str, Any],
-    forms: dict[str, Any],
+    batch: dict[str, Any], model: str, *, folder: str, sizes: dict[str, Any], dp_size: int, forms: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Every objective of a model in every form, and one optimizer step at the end."""
+    from miles.algorithms.advantages import compute_advantages_and_returns
     from miles.config import Args
     from miles.data.batch import select_rows
     from miles.ray.rollout.train_data_conversion import build_shards
 
     runs = {}
     for form, (schedule, packed, order) in forms.items():
-        for name, (wanted, objective, changes) in OBJECTIVES.items():
-            if wanted != model:
+        for name, objective in OBJECTIVES.items():
+            if objective.model != model or form not in (*objective.forms, "whole"):
                 continue
-            args = Args.build(hf_checkpoint=hf_checkpoint, **sizes, **schedule, **changes)
-            columns = {
-                key: column for key, column in batch.items() if key != "old_log_probs" or name != "ppo_on_policy"
-            }
+            columns = select_rows(batch, order)
+            if objective.estimator is not None:
+                columns["advantages"], columns["returns"] = compute_advantages_and_returns(
+                    columns, **objective.estimator
+                )
+            if name == "ppo_on_policy":
+                del columns["old_log_probs"]
+            args = Args.build(hf_checkpoint=folder, **sizes, **schedule, **objective.settings)
+            shards = build_shards(args, columns, dp_size=dp_size)
+            if form == "single_rows":
+                for shard in shards:
+                    shard["micro_batches"].append([])
             runs[f"{name}/{form}"] = {
-                "objective": objective,
-                "shards": build_shards(args, select_rows(columns, order), dp_size=dp_size),
+                "objective": objective.kind,
+                "shards": shards,
                 "packed": packed,
-                "changes": changes,
+                "changes": objective.settings,
             }
     name, run = next(iter(runs.items()))
     runs["step"] = {**run, "objective": "sft" if name.startswith("likelihood") else "value", "step": True}
@@ -169,9 +200,9 @@ def results(ranks: Any, model_folder: Callable[..., str], rows: dict[str, Any]) 
             runs = runs_of(
                 rows,
                 model,
-                hf_checkpoint=folder,
-                dp_size=world_size // int(model_size),
+                folder=folder,
                 sizes=sizes,
+                dp_size=world_size // int(model_size),
                 forms=whole if layout == "reference" else FORMS,
             )
             settings = {"hf_checkpoint": folder, **SMOOTH, **extra, **sizes}
@@ -201,10 +232,10 @@ def difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
 def test_gradient_any_layout_and_split_equals_one_process(objective: str, layout: str, results: Any) -> None:
     # faults.md rows 25, 26, 28 and 29: global denominators, whatever the ranks and micro-batches; one micro-batch of
     # "single_rows" has no trainable token.
-    model = OBJECTIVES[objective][0]
+    model = OBJECTIVES[objective].model
     expected = results("reference", model)[f"{objective}/whole"]
     assert max(float(np.abs(array).max()) for array in expected["gradient"].values()) > 1e-3
-    for form in FORMS:
+    for form in OBJECTIVES[objective].forms:
         found = results(layout, model)[f"{objective}/{form}"]
         gap, name = difference(found["gradient"], expected["gradient"])
         loss, wanted = found["metrics"]["loss"], expected["metrics"]["loss"]
@@ -222,7 +253,7 @@ def test_step_any_layout_clips_by_the_norm_of_the_whole_gradient(
 ) -> None:
     from safetensors.numpy import load_file
 
-    first = next(name for name, (wanted, _, _) in OBJECTIVES.items() if wanted == model)
+    first = next(name for name, objective in OBJECTIVES.items() if objective.model == model)
     gradient = results("reference", model)[f"{first}/whole"]["gradient"]
     norm = np.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in gradient.values()))
     assert norm > 2 * SMOOTH["clip_grad"]
