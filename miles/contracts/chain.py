@@ -617,7 +617,7 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
         raise FileNotFoundError(f"{path}: no such file or folder")
     walk = _Walk(progress)
     if path.is_dir():
-        if (path / RUN_RECORD_NAME).exists():
+        if (path / RUN_RECORD_NAME).exists() or (path / RUN_CONFIG_NAME).exists():
             walk.run(path)
         elif (path / VALUE_PRETRAIN_CONTRACT_NAME).exists() or (path / LINK_FOLDER_NAME).is_dir():
             walk.critic(path, None, pinned_by="")
