@@ -143,6 +143,8 @@ def test_verify_run_record_deleted_or_unsealed_is_refused(value_chain):
     record.write_bytes(readable_json_bytes(content))
     assert first_broken(verify_chain(value_chain.run)).name == "run"
     record.unlink()
+    assert first_broken(verify_chain(value_chain.run)).detail == "missing"
+    (value_chain.run / "config.yaml").unlink()
     with pytest.raises(ValueError, match=r"holds neither run\.json"):
         verify_chain(value_chain.run)
 
