@@ -160,6 +160,8 @@ class PolicyObjective:
     own_old_log_probs: bool
     """The batch carries no old log-probabilities: they are those of this very forward pass (one step per batch)."""
     correction_weight_mean: float | None = None
+    measure_engine: bool = False
+    """The batch carries the engine's log-probabilities: report how far this forward pass is from them."""
 
     @classmethod
     def from_args(cls, args: Any, shard: Mapping[str, Any], *, reader: TokenReader) -> PolicyObjective:
@@ -170,15 +172,18 @@ class PolicyObjective:
             constant_length=constant_length(args),
             own_old_log_probs="old_log_probs" not in shard,
             correction_weight_mean=shard["global_counts"].get("correction_weight_mean"),
+            measure_engine="rollout_log_probs" in shard,
         )
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in self.loss.columns if not (self.own_old_log_probs and name == "old_log_probs"))
+        own = {"old_log_probs"} if self.own_old_log_probs else set()
+        measured = ("rollout_log_probs",) if self.measure_engine else ()
+        return tuple(dict.fromkeys((*(name for name in self.loss.columns if name not in own), *measured)))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return self.loss.metric_names
+        return (*self.loss.metric_names, *(("log_prob_difference",) if self.measure_engine else ()))
 
     def denominator(self, global_counts: Mapping[str, int]) -> float:
         return loss_denominator(
@@ -191,7 +196,7 @@ class PolicyObjective:
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         mask_T, row_T = micro_batch.mask_T, micro_batch.row_T
         log_probs_T, entropy_T = self.reader(outputs, micro_batch, with_entropy=True, training=True)
-        columns = {name: micro_batch.columns[name] for name in self.columns}
+        columns = {name: micro_batch.columns[name] for name in self.columns if name in self.loss.columns}
         if self.own_old_log_probs and "old_log_probs" in self.loss.columns:
             columns["old_log_probs"] = log_probs_T.detach()
         loss_T, metrics = self.loss(
@@ -210,6 +215,9 @@ class PolicyObjective:
             row_T=row_T,
             sequence_tokens_B=micro_batch.sequence_tokens_B,
         )
+        if self.measure_engine:
+            difference_T = log_probs_T.detach() - micro_batch.columns["rollout_log_probs"]
+            metrics["log_prob_difference"] = masked_sum(difference_T.abs().double(), mask_T)
         return total, metrics
 
 

@@ -137,6 +137,9 @@ class MegatronWorker:
             parallel=self.parallel.layout(),
             device=self.device.kind,
         )
+        self._reference = None
+        if not critic and args.needs_reference and not forward_only:
+            self._reference = self._make_stepper(Stepper, self._build_reference())
         self.model = build_model(
             self.architecture,
             parallel=self.parallel,
@@ -188,6 +191,41 @@ class MegatronWorker:
         )
         self._buckets = build_buckets(self._rules, dtype=self._dtype, max_bytes=_BUCKET_BYTES)
         return 0 if source is None or source[2] else source[1].iteration
+
+    def _build_reference(self) -> torch.nn.Module:
+        """The frozen model that KL is measured against; built first, so that generators end as without it.
+
+        Raises:
+            ValueError: `ref_load` is neither a Hugging Face folder nor holds an actor's checkpoint of this model.
+        """
+        from miles.backends.megatron import checkpoint
+        from miles.backends.megatron.model import build_model
+        from miles.backends.megatron.weights import load_hf_weights
+
+        args = self.args
+        model = build_model(
+            self.architecture,
+            parallel=self.parallel,
+            device=self.device,
+            dtype=self._dtype,
+            sequence_parallel=args.sequence_parallel,
+            value_width=None,
+            seed=args.seed,
+        )
+        folder = args.hf_checkpoint if args.ref_load is None else args.ref_load
+        if (Path(folder) / "config.json").is_file():
+            load_hf_weights(
+                model,
+                folder,
+                architecture=self.architecture,
+                parallel=self.parallel,
+                fused_norms=self._fused_norms,
+                critic=False,
+            )
+        else:
+            found, _, _ = checkpoint.open_checkpoint(folder, self.identity, self.parallel)
+            checkpoint.load_model(checkpoint.TrainState(model, None, None, self.parallel, self.identity), found)
+        return model.requires_grad_(False)
 
     def _make_stepper(self, stepper: Callable[..., Any], model: torch.nn.Module) -> Any:
         return stepper(
@@ -288,6 +326,12 @@ class MegatronWorker:
         self._require_actor("compute_log_probs")
         return self._reader.read(shard, self._token_reader(self._sampling_temperature()).read)
 
+    def compute_ref_log_probs(self, shard: Shard) -> dict[int, np.ndarray] | None:
+        """As `compute_log_probs`, of the reference model."""
+        self._require_actor("compute_ref_log_probs")
+        assert self._reference is not None, "this run needs no reference model"
+        return self._reference.read(shard, self._token_reader(self._sampling_temperature()).read)
+
     def compute_logits(self, shard: Shard) -> dict[int, np.ndarray] | None:
         """{sample index: the logits that predict the response tokens, float32 [response_length, vocabulary]}."""
         self._require_actor("compute_logits")
@@ -366,13 +410,16 @@ class MegatronWorker:
     # ---------------------------------------------------------------- weights to engines
 
     def join_weight_group(self, init_method: str, world_size: int, rank: int, group_name: str) -> None:
-        """Join the group shared with rollout engines as its rank 0; ranks other than the training group's first
-        return.
+        """Join the group shared with rollout engines as its rank 0, in place of an earlier one; ranks other than the
+        training group's first return.
         """
         self._require_actor("join_weight_group")
         if self.parallel.rank != 0:
             return
         assert rank == 0, "the training group's rank 0 is the source"
+        if self._weight_group is not None:
+            leave_weight_group(self._weight_group)
+            self._weight_group = None
         self._weight_group = join_weight_group(
             init_method, world_size, rank, group_name, backend=self.device.distributed_backend
         )
@@ -475,6 +522,8 @@ def _figures(sums: Metrics) -> Metrics:
     tokens = sums["tokens"]
     keep = {name: sums[name] for name in ("loss", "tokens", "grad_norm", "lr")}
     if "policy_loss" in sums:
+        if "log_prob_difference" in sums:
+            keep["log_prob_difference"] = sums["log_prob_difference"] / tokens
         return policy_metrics(sums) | keep
     means = {
         "value_clip_fraction" if name == "value_clipped" else name: value
