@@ -1,6 +1,6 @@
 """One row of value-pretraining data and its rules (formulas A3).
 
-Two readers that must agree: `parse_value_row` decides and says why; `quick_facts` vouches for an ordinary row several
+Two readers that must agree: `parse_value_row` decides and says why; `RowReader` vouches for an ordinary row several
 times faster and makes no object per token. It never accepts what the other refuses; what it does not vouch for goes
 there.
 """
@@ -62,19 +62,6 @@ def parse_value_row(line: bytes, *, objective: ValueObjective, location: str) ->
         raise ValueError(f"{location}: {error}") from error
 
 
-def row_facts(line: bytes, *, objective: ValueObjective) -> RowFacts:
-    """Validate a row and return what an index keeps of it.
-
-    Raises:
-        ValueError: the row breaks a rule; the message is `parse_value_row`'s.
-    """
-    facts = quick_facts(line, objective)
-    if facts is None:
-        row = _exact_row(line, objective)
-        facts = RowFacts(row.sample_id, len(row.tokens), _one_label(compress(row.returns, row.loss_mask)))
-    return facts
-
-
 def _one_label(returns: Iterable[float]) -> float:
     distinct = set(returns)
     # Adding zero turns -0.0 into 0.0.
@@ -129,58 +116,76 @@ def _exact_row(line: bytes, objective: ValueObjective) -> ValueSample:
     return ValueSample(sample_id, tuple(tokens), length, returns, tuple(map(int, mask)))
 
 
-class _Decoders(NamedTuple):
-    row: msgspec.json.Decoder[Any]
-    returns: msgspec.json.Decoder[list[float]]
-
-
-@functools.lru_cache(maxsize=8)
-def _decoders(objective: ValueObjective) -> _Decoders:
-    """The lists stay raw: their syntax is checked, no element becomes an object. A bool is no number to `returns`."""
-    bounds = {}
-    if objective.loss_type == "classification":
-        bounds = {"ge": objective.reward_low, "le": objective.reward_high}
-    fields: list[Any] = [
-        ("sample_id", Annotated[str, msgspec.Meta(min_length=1)]),
-        ("tokens", msgspec.Raw),
-        ("response_length", Annotated[int, msgspec.Meta(ge=1)]),
-        ("returns", msgspec.Raw),
-        ("loss_mask", msgspec.Raw, msgspec.Raw()),
-    ]
-    number = Annotated[float, msgspec.Meta(**bounds)]
-    return _Decoders(msgspec.json.Decoder(msgspec.defstruct("Row", fields)), msgspec.json.Decoder(list[number]))
-
-
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS = b"0" * 10
 
 
-def quick_facts(line: bytes, objective: ValueObjective) -> RowFacts | None:
-    """Return the facts of a row that is valid beyond doubt, else None."""
-    if len(line) > MAX_ROW_BYTES:
-        return None
-    decoders = _decoders(objective)
-    try:
-        row = decoders.row.decode(line)
-        length = row.response_length
-        tokens, mask = bytes(row.tokens), bytes(row.loss_mask)
-        # Of valid JSON made of these characters alone, with one bracket, commas are left: a list of non-negative
-        # integers. Ten digits may be too large.
-        commas = tokens.translate(None, b"0123456789 ]")
-        num_tokens = len(commas)
-        if commas != b"[" + b"," * (num_tokens - 1) or not 1 <= length < num_tokens or num_tokens < 2:
+@functools.lru_cache(maxsize=8)
+class RowReader:
+    """Validates rows of one objective, the ordinary ones without making an object of each number."""
+
+    def __init__(self, objective: ValueObjective) -> None:
+        self._objective = objective
+        bounds = {}
+        if objective.loss_type == "classification":
+            bounds = {"ge": objective.reward_low, "le": objective.reward_high}
+        # Lists stay raw: their syntax is checked, no more.
+        fields: list[Any] = [
+            ("sample_id", Annotated[str, msgspec.Meta(min_length=1)]),
+            ("tokens", msgspec.Raw),
+            ("response_length", Annotated[int, msgspec.Meta(ge=1)]),
+            ("returns", msgspec.Raw),
+            ("loss_mask", msgspec.Raw, msgspec.Raw()),
+        ]
+        self._decode_row = msgspec.json.Decoder(msgspec.defstruct("Row", fields)).decode
+        self._decode_returns = msgspec.json.Decoder(list[Annotated[float, msgspec.Meta(**bounds)]]).decode
+
+    def facts(self, line: bytes) -> RowFacts:
+        """Validate a row and return what an index keeps of it.
+
+        Raises:
+            ValueError: the row breaks a rule; `parse_value_row` says where and which.
+        """
+        facts = self.quick_facts(line)
+        if facts is None:
+            row = _exact_row(line, self._objective)
+            facts = RowFacts(row.sample_id, len(row.tokens), _one_label(compress(row.returns, row.loss_mask)))
+        return facts
+
+    def quick_facts(self, line: bytes) -> RowFacts | None:
+        """Return the facts of a row that is valid beyond doubt, else None."""
+        if len(line) > MAX_ROW_BYTES:
             return None
-        if _TEN_DIGITS in tokens.translate(_DIGITS_TO_ZERO):
+        try:
+            row = self._decode_row(line)
+            length = row.response_length
+            mask = bytes(row.loss_mask)
+            # Valid JSON made of one bracket, commas and digits alone is a list of non-negative integers; ten digits
+            # may be too large a number.
+            shape = bytes(row.tokens).translate(_DIGITS_TO_ZERO, b" ]")
+            commas = shape.count(b",")
+            if shape[:1] != b"[" or shape.count(b"0") + commas + 1 != len(shape) or not 1 <= length <= commas:
+                return None
+            if _TEN_DIGITS in shape or (mask and not _is_mask(mask, length)):
+                return None
+            label = self._label(bytes(row.returns), mask, length)
+        except (ValueError, RecursionError):
             return None
-        if mask and not _is_mask(mask, length):
+        # As many strings as there are fields, and the id: no key came twice, and none is unknown.
+        if line.count(b'"') != (12 if mask else 10) and not _keys_are_unique(line):
             return None
-        label = _label(bytes(row.returns), mask, length, decoders.returns)
-    except (ValueError, RecursionError):
-        return None
-    # As many strings as there are fields, and the id: no key came twice, and none is unknown.
-    if line.count(b'"') != (12 if mask else 10) and not _keys_are_unique(line):
-        return None
-    return None if label is None else RowFacts(row.sample_id, num_tokens, label)
+        return None if label is None else RowFacts(row.sample_id, commas + 1, label)
+
+    def _label(self, returns: bytes, mask: bytes, length: int) -> float | None:
+        """Return the label of `returns`, None where they may break a rule; raises ValueError there too."""
+        first = returns[1:-1].split(b",", 1)[0].strip()
+        repeated = b"[" + (first + b",") * (length - 1) + first + b"]"
+        if returns == repeated or returns.replace(b" ", b"") == repeated:
+            return _one_label(self._decode_returns(b"[" + first + b"]"))
+        values = self._decode_returns(returns)
+        if len(values) != length:
+            return None
+        return _one_label(compress(values, json.loads(mask)) if mask else values)
 
 
 def _is_mask(mask: bytes, length: int) -> bool:
@@ -194,19 +199,6 @@ def _is_mask(mask: bytes, length: int) -> bool:
         and ones + mask.count(b"0") == length
         and len(mask) == 2 * length + 1 + mask.count(b" ")
     )
-
-
-def _label(returns: bytes, mask: bytes, length: int, decoder: msgspec.json.Decoder[list[float]]) -> float | None:
-    """Return the label of `returns`, None where they may break a rule; raises ValueError there too."""
-    first = returns[1:-1].split(b",", 1)[0].strip()
-    repeated = (first + b",") * (length - 1) + first
-    if returns == b"[" + repeated + b"]" or returns.replace(b" ", b"") == b"[" + repeated + b"]":
-        decoder.decode(b"[" + first + b"]")
-        return _one_label([float(first)])
-    values = decoder.decode(returns)
-    if len(values) != length:
-        return None
-    return _one_label(compress(values, json.loads(mask)) if mask else values)
 
 
 _NUMBER_LIST = re.compile(rb"\[[-+.,eE\d\s]*\]")

@@ -24,12 +24,12 @@ from typing import NoReturn
 
 from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
-from miles.data.value_sample import row_facts
+from miles.data.value_sample import RowReader
 
 SLOT_BYTES = 2 << 20
 SLOTS_PER_WORKER = 3
 MAX_WORKERS = 8
-PARALLEL_FROM_BYTES = 24 << 20
+PARALLEL_FROM_BYTES = 64 << 20
 
 
 @dataclass
@@ -68,14 +68,14 @@ def digest64(data: bytes) -> int:
 
 def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> ScannedRows:
     """Validate the rows of whole lines that begin at `offset` of their file; stops at the first bad one."""
-    rows = ScannedRows()
+    rows, reader = ScannedRows(), RowReader(objective)
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
         line = data[start:end]
         if not line.isspace():
             try:
-                facts = row_facts(line, objective=objective)
+                facts = reader.facts(line)
             except ValueError:
                 rows.bad_row = offset + start
                 return rows
