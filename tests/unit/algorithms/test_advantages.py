@@ -1,8 +1,6 @@
-"""GAE against a per-token loop in NumPy and against values worked out by hand.
+"""Estimators over whole batches against NumPy loops, and what a batch may hold: uneven groups, siblings, holes."""
 
-The loop below is the reference: it walks the response backwards and simply skips observations. A sign, an off-by-one
-at an observation or a reward on the wrong token shows here first.
-"""
+import itertools
 
 import numpy as np
 import pytest
@@ -10,190 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.algorithms.advantages import compute_advantages_and_returns, discounted_sums, gae, whiten
+from miles.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    compute_advantages_and_returns,
+    register_advantage_estimator,
+    resolve_advantage_estimator,
+)
+from miles.algorithms.whitening import whiten, whitening_stats
+
+GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
 def tensor(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def loop_gae(rewards, values, mask, gamma, lam, terminal_reward):
-    """The definition, one token at a time, from the last to the first."""
-    advantages, returns = np.zeros(len(values)), np.zeros(len(values))
-    next_value = next_advantage = 0.0
-    last = True
-    for t in range(len(values) - 1, -1, -1):
-        if not mask[t]:
-            continue
-        reward = rewards[t] + (terminal_reward if last else 0.0)
-        last = False
-        next_advantage = reward + gamma * next_value - values[t] + gamma * lam * next_advantage
-        advantages[t], returns[t] = next_advantage, next_advantage + values[t]
-        next_value = values[t]
-    return advantages, returns
-
-
-def test_gae_observations_inside_and_behind_are_stepped_over():
-    # faults.md row 1
-    advantages, returns = gae(
-        rewards_T=torch.zeros(6),
-        values_T=tensor(0.2, 0.4, 5, 5, 0.6, 5),
-        loss_mask_T=tensor(1, 1, 0, 0, 1, 0),
-        gamma=0.9,
-        lam=0.5,
-        terminal_reward=1.0,
-    )
-    torch.testing.assert_close(advantages, tensor(0.304, 0.320, 0, 0, 0.400, 0), rtol=0, atol=1e-6)
-    torch.testing.assert_close(returns, tensor(0.504, 0.720, 0, 0, 1.0, 0), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected_index"),
-    [([1, 1, 0], 1), ([1, 1, 1, 0, 0], 2), ([0, 0, 1, 1, 1], 4), ([0, 1, 0, 1, 0], 3)],
-    ids=["tool tail", "right padded", "left padded", "holes"],
-)
-def test_gae_gamma_zero_terminal_reward_lands_on_last_trainable_token(mask, expected_index):
-    # faults.md rows 1 and 4: with gamma 0 nothing but the rewarded token itself sees the reward
-    advantages, _ = gae(
-        rewards_T=torch.zeros(len(mask)),
-        values_T=torch.zeros(len(mask)),
-        loss_mask_T=torch.tensor(mask),
-        gamma=0.0,
-        lam=1.0,
-        terminal_reward=10.0,
-    )
-    expected = torch.zeros(len(mask))
-    expected[expected_index] = 10.0
-    torch.testing.assert_close(advantages, expected)
-
-
-def test_gae_left_and_right_padding_give_the_same_numbers():
-    # faults.md row 4
-    values, rewards = [0.3, -0.2, 0.5], [0.1, 0.0, 0.2]
-    common = {"gamma": 0.9, "lam": 0.8, "terminal_reward": 1.0}
-    right, _ = gae(
-        rewards_T=tensor(*rewards, 7, 7), values_T=tensor(*values, 9, 9), loss_mask_T=tensor(1, 1, 1, 0, 0), **common
-    )
-    left, _ = gae(
-        rewards_T=tensor(7, 7, *rewards), values_T=tensor(9, 9, *values), loss_mask_T=tensor(0, 0, 1, 1, 1), **common
-    )
-    torch.testing.assert_close(right[:3], left[2:])
-
-
-@pytest.mark.parametrize(
-    ("rewards", "values", "mask", "lam", "terminal", "advantages", "returns"),
-    [
-        ([0, 0, 1], [0.2, 999, 0.4], [1, 0, 1], 1.0, 0.0, [0.8, 0, 0.6], [1, 0, 1]),
-        ([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], 0.5, 1.0, [0.5, 0, 1, 0], [0.5, 0, 1, 0]),
-        # reward-to-go is not zeroed at observations (faults.md row 2): 1 at every trainable token
-        ([0] * 6, [0] * 6, [1, 1, 0, 0, 1, 1], 1.0, 1.0, [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),
-    ],
-)
-def test_gae_known_answers(rewards, values, mask, lam, terminal, advantages, returns):
-    # formulas.md A8
-    got = gae(
-        rewards_T=tensor(*rewards),
-        values_T=tensor(*values),
-        loss_mask_T=tensor(*mask),
-        gamma=1.0,
-        lam=lam,
-        terminal_reward=terminal,
-    )
-    torch.testing.assert_close(got[0], tensor(*advantages), rtol=0, atol=1e-6)
-    torch.testing.assert_close(got[1], tensor(*returns), rtol=0, atol=1e-6)
-
-
-def test_gae_gamma_half_observation_costs_no_discount():
-    # faults.md row 2, second input: one discount between two trainable tokens, however long the observation
-    _, returns = gae(
-        rewards_T=torch.zeros(3),
-        values_T=torch.zeros(3),
-        loss_mask_T=tensor(1, 0, 1),
-        gamma=0.5,
-        lam=1.0,
-        terminal_reward=1.0,
-    )
-    torch.testing.assert_close(returns, tensor(0.5, 0.0, 1.0))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    length=st.integers(1, 420),
-    seed=st.integers(0, 2**31),
-    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-    lam=st.sampled_from([0.0, 0.7, 0.95, 1.0]),
-)
-def test_gae_any_mask_equals_the_loop(length, seed, gamma, lam):
-    rng = np.random.default_rng(seed)
-    mask = (rng.random(length) < rng.choice([0.1, 0.5, 1.0])).astype(int)
-    mask[rng.integers(length)] = 1
-    rewards, values = rng.normal(size=length), rng.normal(size=length)
-    expected = loop_gae(rewards, values, mask, gamma, lam, 0.7)
-    got = gae(
-        rewards_T=torch.tensor(rewards),
-        values_T=torch.tensor(values),
-        loss_mask_T=torch.tensor(mask),
-        gamma=gamma,
-        lam=lam,
-        terminal_reward=0.7,
-    )
-    np.testing.assert_allclose(got[0].numpy(), expected[0], atol=1e-10)
-    np.testing.assert_allclose(got[1].numpy(), expected[1], atol=1e-10)
-
-
-def test_discounted_sums_8192_tokens_equal_the_loop():
-    x = np.random.default_rng(0).normal(size=8192)
-    expected, carry = np.zeros(8192), 0.0
-    for t in range(8191, -1, -1):
-        carry = x[t] + 0.999 * carry
-        expected[t] = carry
-    np.testing.assert_allclose(discounted_sums(torch.tensor(x), decay=0.999).numpy(), expected, atol=1e-9)
-
-
-def test_gae_nan_outside_the_mask_stays_outside():
-    nan = float("nan")
-    advantages, returns = gae(
-        rewards_T=tensor(0, nan, 0),
-        values_T=tensor(0.5, nan, 0.5),
-        loss_mask_T=tensor(1, 0, 1),
-        gamma=1.0,
-        lam=1.0,
-        terminal_reward=1.0,
-    )
-    torch.testing.assert_close(advantages, tensor(0.5, 0, 0.5))
-    torch.testing.assert_close(returns, tensor(1, 0, 1))
-
-
-def test_gae_nan_inside_the_mask_surfaces():
-    advantages, _ = gae(
-        rewards_T=torch.zeros(2), values_T=tensor(0.5, float("nan")), loss_mask_T=tensor(1, 1), gamma=1.0, lam=1.0
-    )
-    assert torch.isnan(advantages).any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gamma": 1.5}, "gamma must lie in"),
-        ({"lam": -0.1}, "lambda must lie in"),
-        ({"values_T": torch.zeros(3)}, "one and the same length"),
-        ({"loss_mask_T": torch.zeros(2)}, "no trainable token"),
-    ],
-)
-def test_gae_bad_arguments_refused(change, message):
-    arguments = {
-        "rewards_T": torch.zeros(2),
-        "values_T": torch.zeros(2),
-        "loss_mask_T": torch.ones(2),
-        "gamma": 1.0,
-        "lam": 1.0,
-        "terminal_reward": 1.0,
-    }
-    with pytest.raises(ValueError, match=message):
-        gae(**(arguments | change))
-
-
-def make_batch(seed: int = 0, rows: int = 5):
+def make_batch(seed: int = 0, rows: int = 6, groups=None) -> dict:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, size=rows)
     masks = [(rng.random(n) < 0.7).astype(int) for n in lengths]
@@ -202,46 +32,424 @@ def make_batch(seed: int = 0, rows: int = 5):
     return {
         "rewards": rng.normal(size=rows).tolist(),
         "values": [rng.normal(size=n).astype(np.float32) for n in lengths],
+        "kl": [rng.normal(size=n).astype(np.float32) for n in lengths],
         "loss_masks": [mask.tolist() for mask in masks],
+        "group_indices": list(groups) if groups is not None else [7, 3, 7, 7, 3, 3][:rows],
     }
 
 
-def test_compute_advantages_critic_lambda_differs_each_matches_its_own_loop():
+def scalars(rewards, groups, estimator, **more):
+    """The advantage of each one-token row."""
+    batch = {"rewards": rewards, "group_indices": groups, "loss_masks": [[1]] * len(rewards), **more}
+    advantages, _ = compute_advantages_and_returns(batch, estimator=estimator)
+    return [float(a[0]) for a in advantages]
+
+
+# --- GAE over a batch
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize(("lam", "critic_lam"), [(0.6, 1.0), (0.95, None)])
+def test_compute_gae_actor_and_critic_match_their_own_loops(reference, lam, critic_lam, kl_coef):
     batch = make_batch()
     advantages, returns = compute_advantages_and_returns(
-        batch, estimator="gae", gamma=0.9, lam=0.6, critic_lam=1.0, normalize=False
+        batch, estimator="gae", gamma=0.9, lam=lam, critic_lam=critic_lam, kl_coef=kl_coef
     )
-    for row in range(5):
-        arguments = (np.zeros(len(batch["values"][row])), batch["values"][row], batch["loss_masks"][row], 0.9)
-        actor, _ = loop_gae(*arguments, 0.6, batch["rewards"][row])
-        _, critic = loop_gae(*arguments, 1.0, batch["rewards"][row])
-        np.testing.assert_allclose(advantages[row], actor, atol=1e-5)
-        np.testing.assert_allclose(returns[row], critic, atol=1e-5)
+    for row, mask in enumerate(batch["loss_masks"]):
+        arguments = (-kl_coef * batch["kl"][row].astype(float), batch["values"][row], mask, 0.9)
+        actor, _ = reference.gae(*arguments, lam, batch["rewards"][row])
+        _, critic = reference.gae(*arguments, lam if critic_lam is None else critic_lam, batch["rewards"][row])
+        np.testing.assert_allclose(advantages[row], actor, atol=1e-6)
+        np.testing.assert_allclose(returns[row], critic, atol=1e-6)
         assert advantages[row].dtype == returns[row].dtype == np.float32
 
 
-def test_compute_advantages_row_without_trainable_token_is_all_zero():
+@pytest.mark.parametrize("estimator", ["gae", "monte_carlo", "reinforce_plus_plus"])
+def test_compute_kl_penalty_reaches_critic_and_actor_alike(estimator):
+    # faults.md row 7: kl [1, 1], coefficient .1, reward 1: .8 and .9 to go, whoever asks
+    batch = {"rewards": [1.0], "values": [[0.0, 0.0]], "kl": [[1.0, 1.0]], "loss_masks": [[1, 1]]}
+    advantages, returns = compute_advantages_and_returns(batch, estimator=estimator, kl_coef=0.1)
+    np.testing.assert_allclose(returns[0], [0.8, 0.9], atol=1e-6)
+    if estimator != "reinforce_plus_plus":
+        np.testing.assert_allclose(advantages[0], [0.8, 0.9], atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [1.5, 0.05])
+def test_compute_gae_adaptive_lambda_of_each_row_by_its_trainable_tokens(reference, alpha):
+    batch = make_batch(seed=3)
+    advantages, returns = compute_advantages_and_returns(
+        batch, estimator="gae_adaptive", critic_lam=1.0, adaptive_alpha=alpha
+    )
+    for row, mask in enumerate(batch["loss_masks"]):
+        arguments = (np.zeros(len(mask)), batch["values"][row], mask, 1.0)
+        actor, _ = reference.gae(*arguments, reference.adaptive_lambda(sum(mask), alpha), batch["rewards"][row])
+        _, critic = reference.gae(*arguments, 1.0, batch["rewards"][row])
+        np.testing.assert_allclose(advantages[row], actor, atol=1e-6)
+        np.testing.assert_allclose(returns[row], critic, atol=1e-6)
+
+
+def test_compute_gae_adaptive_mode_fixed_takes_lambda():
+    batch = make_batch()
+    fixed = compute_advantages_and_returns(batch, estimator="gae_adaptive", adaptive_mode="fixed", lam=0.7)
+    plain = compute_advantages_and_returns(batch, estimator="gae", lam=0.7)
+    for a, b in zip(fixed[0] + fixed[1], plain[0] + plain[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def compacted(masks, subsequent, total, **more):
+    return {
+        "rewards": [1.0] * len(masks),
+        "values": [np.zeros(len(mask)) for mask in masks],
+        "loss_masks": masks,
+        "compaction_trajectory_ids": ["t"] * len(masks),
+        "compaction_subsequent_active_tokens": subsequent,
+        "compaction_trajectory_active_tokens": [total] * len(masks),
+        **more,
+    }
+
+
+def test_compute_gae_compaction_known_answers():
+    # formulas.md A8: two segments of two tokens at lambda .5; then alpha 1 over segments of one and three (lambda .75)
+    batch = compacted([[1, 1], [1, 1]], [2, 0], 4)
+    advantages, _ = compute_advantages_and_returns(batch, estimator="gae", lam=0.5)
+    np.testing.assert_allclose(np.array(advantages), [[0.125, 0.25], [0.5, 1.0]])
+    batch = compacted([[1], [1, 1, 1]], [3, 0], 4)
+    advantages, _ = compute_advantages_and_returns(batch, estimator="gae_adaptive", adaptive_alpha=1.0)
+    np.testing.assert_allclose(advantages[0], [0.75**3])
+    np.testing.assert_allclose(advantages[1], [0.75**2, 0.75, 1.0])
+
+
+def test_compute_gae_compaction_critic_target_is_corrected_advantage_plus_value(reference):
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=2), rng.normal(size=3)]
+    batch = compacted([[1, 1], [1, 0, 1]], [2, 0], 4, values=values)
+    advantages, returns = compute_advantages_and_returns(batch, estimator="gae", gamma=0.9, lam=0.8, critic_lam=0.5)
+    for row, later in enumerate([2, 0]):
+        mask = np.array(batch["loss_masks"][row])
+        for lam, found, base in ((0.8, advantages, 0.0), (0.5, returns, values[row] * mask)):
+            local, _ = reference.gae(np.zeros(len(mask)), values[row], mask, 0.9, lam, 1.0)
+            np.testing.assert_allclose(found[row], local * (0.9 * lam) ** later + base, atol=1e-6)
+
+
+def test_compute_monte_carlo_compaction_equals_one_uncut_trajectory():
+    # arXiv 2607.05378, Eq. 15: the reward's weight is gamma to the number of trainable tokens still to come
+    cut = compacted([[1, 1], [1, 0, 1]], [2, 0], 4)
+    del cut["values"]
+    whole = {"rewards": [1.0], "loss_masks": [[1, 1, 1, 0, 1]]}
+    (a, b), _ = compute_advantages_and_returns(cut, estimator="monte_carlo", gamma=0.7)
+    (c,), _ = compute_advantages_and_returns(whole, estimator="monte_carlo", gamma=0.7)
+    np.testing.assert_allclose(np.concatenate([a, b]), c, atol=1e-7)
+
+
+def test_compute_kl_penalty_with_compaction_refused():
+    batch = compacted([[1], [1]], [1, 0], 2, kl=[[0.1], [0.1]])
+    with pytest.raises(ValueError, match="kl_coef must be 0 with compaction"):
+        compute_advantages_and_returns(batch, estimator="gae", kl_coef=0.1)
+
+
+def test_compute_compaction_rewards_that_differ_within_a_trajectory_named():
+    batch = compacted([[1], [1]], [1, 0], 2, rewards=[1.0, 0.0], group_indices=[0, 0], sample_indices=[40, 41])
+    with pytest.raises(ValueError, match=r"row 0 \(sample 40\) and row 1 \(sample 41\) belong to one trajectory"):
+        compute_advantages_and_returns(batch, estimator="rloo")
+
+
+# --- rewards to go
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+@pytest.mark.parametrize("gamma", [1.0, 0.8])
+def test_compute_monte_carlo_and_reinforce_plus_plus_equal_the_double_loop(reference, gamma, kl_coef):
+    batch = make_batch(seed=5)
+    expected = [
+        reference.reward_to_go(-kl_coef * kl.astype(float), mask, gamma, reward)
+        for kl, mask, reward in zip(batch["kl"], batch["loss_masks"], batch["rewards"], strict=True)
+    ]
+    options = {"gamma": gamma, "kl_coef": kl_coef}
+    advantages, returns = compute_advantages_and_returns(batch, estimator="monte_carlo", **options)
+    whitened, same = compute_advantages_and_returns(batch, estimator="reinforce_plus_plus", **options)
+    for row, white in enumerate(reference.whiten_rows(expected, batch["loss_masks"])):
+        np.testing.assert_allclose(returns[row], expected[row], atol=1e-6)
+        np.testing.assert_allclose(same[row], expected[row], atol=1e-6)
+        values = np.where(batch["loss_masks"][row], batch["values"][row], 0)
+        np.testing.assert_allclose(advantages[row], expected[row] - values, atol=1e-6)
+        np.testing.assert_allclose(whitened[row], white, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "mask", "expected"),
+    [(1.0, [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]), (0.5, [1, 0, 1], [0.5, 0, 1])],
+)
+def test_compute_reinforce_return_is_not_zeroed_at_observations(gamma, mask, expected):
+    # faults.md row 2
+    batch = {"rewards": [1.0], "loss_masks": [mask]}
+    _, returns = compute_advantages_and_returns(batch, estimator="reinforce_plus_plus", gamma=gamma)
+    np.testing.assert_allclose(returns[0], expected)
+
+
+def test_compute_reinforce_plus_plus_baseline_centres_groups_then_whitens(reference):
+    batch = make_batch(seed=6)
+    groups, rewards = batch["group_indices"], batch["rewards"]
+    centred = reference.outcome_advantages("dr_grpo", rewards, groups)
+    rows = [
+        reference.reward_to_go(-0.1 * kl.astype(float), mask, 0.9, reward)
+        for kl, mask, reward in zip(batch["kl"], batch["loss_masks"], centred, strict=True)
+    ]
+    advantages, _ = compute_advantages_and_returns(
+        batch, estimator="reinforce_plus_plus_baseline", gamma=0.9, kl_coef=0.1
+    )
+    for got, expected in zip(advantages, reference.whiten_rows(rows, batch["loss_masks"]), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+# --- groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    seed=st.integers(0, 10_000),
+    estimator=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+)
+def test_compute_group_estimators_any_sizes_in_any_order_equal_the_loop(reference, sizes, seed, estimator):
+    if estimator != "rloo" and max(sizes) == 1:
+        sizes = [*sizes, 2]
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(rng.permutation(100)[: len(sizes)], sizes)).tolist()
+    rewards = rng.choice([0.0, 1.0, 0.3, -2.0], size=len(groups)).tolist()
+    masks = [(rng.random(4) < 0.6).astype(int).tolist() for _ in groups]
+    batch = {"rewards": rewards, "group_indices": groups, "loss_masks": masks}
+    advantages, returns = compute_advantages_and_returns(batch, estimator=estimator)
+    expected = reference.outcome_advantages(estimator, rewards, groups)
+    for got, to_go, one, mask, reward in zip(advantages, returns, expected, masks, rewards, strict=True):
+        np.testing.assert_allclose(got, one * np.array(mask), atol=1e-6)
+        np.testing.assert_allclose(to_go, reward * np.array(mask), atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_compute_uneven_groups_each_have_mean_zero(estimator):
+    # faults.md row 18
+    rewards, groups = [1, 2, 3, 4, 10, 12, 5, 6, 7], [0] * 4 + [1] * 2 + [2] * 3
+    got = scalars(rewards, groups, estimator)
+    for group in range(3):
+        assert sum(a for a, g in zip(got, groups, strict=True) if g == group) == pytest.approx(0, abs=1e-5)
+    assert scalars([5.0, 5.0, 5.0, 1.0, 2.0], [0, 0, 0, 1, 1], estimator)[:3] == [0.0, 0.0, 0.0]
+
+
+def test_compute_grpo_sizes_3_2_3_no_group_is_cut_by_position():
+    # faults.md row 20: slices of three would mix groups, and leave a tail of two equal rewards to be blown up
+    rewards = [0, 0, 1, 1, 1, 0, 1, 1]
+    got = scalars(rewards, [0, 0, 0, 1, 1, 2, 2, 2], "grpo")
+    assert got[3:5] == [0.0, 0.0]
+    assert got[:3] == pytest.approx([-1 / 3 / 3**-0.5, -1 / 3 / 3**-0.5, 2 / 3 / 3**-0.5], abs=1e-5)
+    assert max(map(abs, got)) < 1.2
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("grpo", 0.0), ("dr_grpo", 0.0), ("rloo", 3.0)])
+def test_compute_lone_trajectory_among_groups(estimator, expected):
+    # faults.md row 23 (never NaN); RLOO without a baseline keeps the reward (formulas.md D)
+    assert scalars([3.0, 1.0, 2.0], [5, 6, 6], estimator)[0] == expected
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "reinforce_plus_plus_baseline"])
+def test_compute_one_sample_per_prompt_refused_where_nothing_would_be_learned(estimator):
+    # faults.md row 14
+    with pytest.raises(ValueError, match="every group has one"):
+        scalars([1.0, 0.0], [0, 1], estimator)
+
+
+def test_compute_statistics_are_taken_over_rows_not_columns():
+    # faults.md row 14: two prompts of three answers, of three tokens each
+    batch = {"rewards": [1, 2, 3, 10, 10, 40], "group_indices": [0, 0, 0, 1, 1, 1], "loss_masks": [[1, 1, 1]] * 6}
+    advantages, _ = compute_advantages_and_returns(batch, estimator="dr_grpo")
+    np.testing.assert_allclose(np.array(advantages), np.array([[-1], [0], [1], [-10], [-10], [20]]) * np.ones(3))
+
+
+@pytest.mark.parametrize("estimator", GROUPED)
+def test_compute_fan_out_siblings_count_once_in_their_group(estimator):
+    # trajectory "b" has three rows; its reward must not weigh three times in the group's mean
+    rewards, trajectories = [1.0, 4.0, 4.0, 4.0, 1.0], ["a", "b", "b", "b", "c"]
+    batch = {
+        "rewards": rewards,
+        "group_indices": [0] * 5,
+        "trajectory_ids": trajectories,
+        "loss_masks": [[1], [1, 1], [1], [0, 1], [1]],
+    }
+    advantages, _ = compute_advantages_and_returns(batch, estimator=estimator)
+    if estimator == "reinforce_plus_plus_baseline":
+        tokens = np.array([-1, 2, 2, 2, 2, -1.0])
+        white = (tokens - tokens.mean()) / tokens.std()
+        np.testing.assert_allclose(np.concatenate(advantages), [*white[:4], 0, *white[4:]], atol=1e-6)
+        return
+    single = scalars([1.0, 4.0, 1.0], [0, 0, 0], estimator)
+    by_row = dict(zip("abc", single, strict=True))
+    for got, trajectory, mask in zip(advantages, trajectories, batch["loss_masks"], strict=True):
+        np.testing.assert_allclose(got, by_row[trajectory] * np.array(mask), atol=1e-6)
+
+
+def test_compute_fan_out_siblings_of_two_groups_refused():
+    with pytest.raises(ValueError, match="belong to one trajectory, but differ in group"):
+        scalars([1.0, 1.0], [0, 1], "rloo", trajectory_ids=["x", "x"])
+
+
+def test_compute_group_estimators_kl_penalty_of_all_tokens_enters_the_reward():
+    # R = reward - kl_coef * sum of kl (arXiv 2402.14740); observations pay nothing
+    batch = {
+        "rewards": [1.0, 1.0],
+        "group_indices": [0, 0],
+        "kl": [[1.0, 2.0, 50.0], [1.0, 50.0, 4.0]],
+        "loss_masks": [[1, 1, 0], [1, 0, 1]],
+    }
+    advantages, _ = compute_advantages_and_returns(batch, estimator="dr_grpo", kl_coef=0.1)
+    np.testing.assert_allclose(advantages[0], [0.1, 0.1, 0], atol=1e-7)
+    np.testing.assert_allclose(advantages[1], [-0.1, 0, -0.1], atol=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(estimator=st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)), seed=st.integers(0, 1000), normalize=st.booleans())
+def test_compute_any_estimator_does_not_depend_on_the_order_of_rows(estimator, seed, normalize):
+    batch = make_batch(seed=seed)
+    order = np.random.default_rng(seed).permutation(6)
+    shuffled = {name: [column[i] for i in order] for name, column in batch.items()}
+    options = {"estimator": estimator, "gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "normalize": normalize}
+    plain = compute_advantages_and_returns(batch, **options)
+    mixed = compute_advantages_and_returns(shuffled, **options)
+    for a, b in zip(plain, mixed, strict=True):
+        for place, row in enumerate(order):
+            np.testing.assert_allclose(b[place], a[row], atol=1e-6)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1.0"])
+def test_compute_reward_that_is_no_number_names_the_sample(reward):
+    # faults.md row 24
+    batch = {"rewards": [1.0, reward], "loss_masks": [[1], [1]], "values": [[0], [0]], "sample_indices": [8, 9]}
+    with pytest.raises(ValueError, match=r"rewards of row 1 \(sample 9\) is"):
+        compute_advantages_and_returns(batch, estimator="gae")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "column"), [("gae", "values"), ("grpo", "group_indices"), ("monte_carlo", "kl")]
+)
+def test_compute_missing_column_named(estimator, column):
+    batch = make_batch()
+    del batch[column]
+    with pytest.raises(ValueError, match=f"no column {column}"):
+        compute_advantages_and_returns(batch, estimator=estimator, kl_coef=0.1)
+
+
+def test_compute_non_finite_value_names_the_row():
+    batch = make_batch()
+    batch["values"][3][0] = np.inf
+    with pytest.raises(ValueError, match="values of row 3: not finite"):
+        compute_advantages_and_returns(batch, estimator="gae")
+    batch["values"][3] = batch["values"][3][:0]
+    with pytest.raises(ValueError, match="values of row 3: shape"):
+        compute_advantages_and_returns(batch, estimator="gae")
+
+
+def test_compute_non_finite_value_of_an_observation_is_ignored():
+    batch = {"rewards": [1.0], "values": [[0.5, np.nan, 0.5]], "loss_masks": [[1, 0, 1]]}
+    advantages, returns = compute_advantages_and_returns(batch, estimator="gae")
+    np.testing.assert_allclose(advantages[0], [0.5, 0, 0.5])
+    np.testing.assert_allclose(returns[0], [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.1}, "gamma must lie"),
+        ({"lam": -1.0}, "lambda must lie"),
+        ({"critic_lam": 2.0}, "critic's lambda must lie"),
+        ({"kl_coef": -0.1}, "kl_coef must be"),
+        ({"adaptive_mode": "auto"}, "adaptive_mode must be"),
+    ],
+)
+def test_compute_bad_options_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        compute_advantages_and_returns(make_batch(), estimator="gae", **options)
+
+
+def test_compute_row_without_trainable_token_is_all_zero():
     batch = {"rewards": [1.0, 1.0], "values": [np.ones(2), np.ones(1)], "loss_masks": [[0, 0], [1]]}
-    advantages, returns = compute_advantages_and_returns(batch, estimator="gae", gamma=1.0, lam=1.0, normalize=True)
+    advantages, returns = compute_advantages_and_returns(batch, estimator="gae", normalize=True)
     assert advantages[0].tolist() == returns[0].tolist() == [0.0, 0.0]
 
 
-def test_compute_advantages_non_finite_value_names_the_row():
-    batch = make_batch()
-    batch["values"][3][0] = np.inf
-    with pytest.raises(ValueError, match="row 3"):
-        compute_advantages_and_returns(batch, estimator="gae", gamma=1.0, lam=1.0)
+# --- one's own
 
 
-def test_compute_advantages_unknown_estimator_refused():
-    with pytest.raises(ValueError, match="unknown advantage estimator 'vtrace'"):
-        compute_advantages_and_returns(make_batch(), estimator="vtrace", gamma=1.0, lam=1.0)
+def test_registry_function_of_ones_own_by_name_and_by_itself():
+    @register_advantage_estimator("test_only_reward", needs_values=True, options=())
+    def reward_itself(batch, options):
+        advantages_A = batch.rewards_N[batch.row_A]
+        return advantages_A, advantages_A * options.gamma
+
+    try:
+        batch = {"rewards": [2.0, 3.0], "loss_masks": [[1, 0], [1, 1]]}
+        for estimator in ("test_only_reward", reward_itself):
+            assert resolve_advantage_estimator(estimator).needs_values
+            advantages, returns = compute_advantages_and_returns(batch, estimator=estimator, gamma=0.5)
+            assert [a.tolist() for a in advantages] == [[2, 0], [3, 3]]
+            assert [r.tolist() for r in returns] == [[1, 0], [1.5, 1.5]]
+        with pytest.raises(ValueError, match="already an advantage estimator"):
+            register_advantage_estimator("test_only_reward")(lambda batch, options: (None, None))
+    finally:
+        del ADVANTAGE_ESTIMATORS["test_only_reward"]
 
 
-def test_compute_advantages_normalized_returns_stay_raw():
-    batch = make_batch(rows=8)
-    plain = compute_advantages_and_returns(batch, estimator="gae", gamma=1.0, lam=0.9)
-    white = compute_advantages_and_returns(batch, estimator="gae", gamma=1.0, lam=0.9, normalize=True)
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda n: np.zeros(n), "must return"),
+        (lambda n: (np.zeros(n + 1), np.zeros(n)), "advantages of .* have shape"),
+        (lambda n: (np.zeros(n), np.full(n, np.nan)), "returns of .* not finite at row 0"),
+    ],
+)
+def test_registry_bad_result_of_ones_own_named(result, message):
+    with pytest.raises(ValueError, match=message):
+        compute_advantages_and_returns(make_batch(), estimator=lambda batch, options: result(len(batch.row_A)))
+
+
+def test_registry_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'vtrace', expected FILE.py:FUNCTION.* gae,"):
+        compute_advantages_and_returns(make_batch(), estimator="vtrace")
+
+
+def test_registry_says_what_each_estimator_reads():
+    # a setting that is not named must not change the result: such a setting can be refused before the run
+    batch = make_batch(seed=2)
+    settings_ = {
+        "gamma": 0.9,
+        "lam": 0.5,
+        "critic_lam": 0.25,
+        "kl_coef": 0.3,
+        "adaptive_alpha": 0.4,
+        "adaptive_min_length": 4,
+        "adaptive_mode": "fixed",
+    }
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        plain = compute_advantages_and_returns(batch, estimator=name, lam=0.9)
+        for option, value in settings_.items():
+            changed = compute_advantages_and_returns(batch, estimator=name, **({"lam": 0.9} | {option: value}))
+            differs = any(
+                not np.array_equal(a, b)
+                for a, b in itertools.chain(*(zip(x, y, strict=True) for x, y in zip(plain, changed, strict=True)))
+            )
+            if option not in estimator.options and option in ("gamma", "kl_coef"):
+                # the Monte-Carlo targets may follow; what the actor learns from may not
+                differs = any(not np.array_equal(a, b) for a, b in zip(plain[0], changed[0], strict=True))
+            assert differs == (option in estimator.options), (name, option)
+
+
+# --- whitening
+
+
+def test_compute_normalized_advantages_are_white_and_returns_stay_raw():
+    batch = make_batch(rows=6)
+    plain = compute_advantages_and_returns(batch, estimator="gae", lam=0.9)
+    white = compute_advantages_and_returns(batch, estimator="gae", lam=0.9, normalize=True)
     pooled = np.concatenate([a[np.array(m, bool)] for a, m in zip(white[0], batch["loss_masks"], strict=True)])
     assert abs(pooled.mean()) < 1e-6
     assert abs(pooled.std() - 1) < 1e-5
@@ -251,29 +459,31 @@ def test_compute_advantages_normalized_returns_stay_raw():
 
 def test_whiten_padding_counts_in_neither_mean_nor_variance():
     # faults.md row 12: mean 2, variance 1 over the mask
-    (white,) = whiten(advantages_N=[tensor(1, 3, 0, 0)], loss_masks_N=[tensor(1, 1, 0, 0)])
-    torch.testing.assert_close(white, tensor(-1, 1, 0, 0))
+    torch.testing.assert_close(whiten(tensor(1, 3, 0, 0), tensor(1, 1, 0, 0)), tensor(-1, 1, 0, 0))
 
 
-def test_whiten_sample_without_tokens_does_not_change_the_others():
-    # faults.md row 11: a share without tokens takes part and changes nothing
-    one, empty = whiten(advantages_N=[tensor(1, 2, 3), tensor()], loss_masks_N=[tensor(1, 1, 1), tensor()])
-    torch.testing.assert_close(one, tensor(-1.2247449, 0, 1.2247449))
-    assert empty.numel() == 0
+def test_whiten_shares_with_summed_stats_equal_the_whole_even_where_one_has_no_token():
+    # faults.md row 11: a share without tokens adds zeros, so it can take part in the sum
+    shares = [(tensor(1, 2, 99), tensor(1, 1, 0)), (tensor(3), tensor(1)), (tensor(), tensor())]
+    stats = sum(whitening_stats(x, mask) for x, mask in shares)
+    assert stats.tolist() == [3.0, 6.0, 14.0]
+    got = [whiten(x, mask, stats=stats) for x, mask in shares]
+    torch.testing.assert_close(torch.cat(got), tensor(-1.2247449, 0, 0, 1.2247449))
+    nothing = whitening_stats(tensor(5), tensor(0))
+    assert nothing.tolist() == [0.0, 0.0, 0.0]
+    assert whiten(tensor(5), tensor(0), stats=nothing).tolist() == [0.0]
 
 
 def test_whiten_constant_advantages_give_zero_not_nan():
     # faults.md row 23
-    (white,) = whiten(advantages_N=[tensor(5)], loss_masks_N=[tensor(1)])
-    assert white.item() == 0.0
+    assert whiten(tensor(5), tensor(1)).item() == 0.0
+    assert whiten(tensor(), tensor()).numel() == 0
 
 
 def test_whiten_nan_outside_the_mask_ignored_inside_surfaces():
     nan = float("nan")
-    (outside,) = whiten(advantages_N=[tensor(1, nan, 3)], loss_masks_N=[tensor(1, 0, 1)])
-    torch.testing.assert_close(outside, tensor(-1, 0, 1))
-    (inside,) = whiten(advantages_N=[tensor(1, nan, 3)], loss_masks_N=[tensor(1, 1, 1)])
-    assert torch.isnan(inside).all()
+    torch.testing.assert_close(whiten(tensor(1, nan, 3), tensor(1, 0, 1)), tensor(-1, 0, 1))
+    assert torch.isnan(whiten(tensor(1, nan, 3), tensor(1, 1, 1))).all()
 
 
 def test_gae_returns_lambda_below_one_flatter_a_critic_that_knows_nothing():
