@@ -2,7 +2,9 @@
 
 SGLang honours `sampling_seed` only in its deterministic mode, which it refuses for the attention backend that runs on
 a CPU and which would swap in Triton kernels. PyTorch's own kernels are deterministic there, so the backend is admitted
-and the swap is left out. Modules are changed when they are imported: nothing heavy is imported for it.
+and the swap is left out. Its processes are forked, not spawned: without CUDA nothing forbids it, and each would spend
+many CPU seconds on imports that the first has done. Modules are changed when they are imported: nothing heavy is
+imported for it.
 """
 
 import importlib.abc
@@ -19,9 +21,20 @@ def _leave_kernels_alone(module) -> None:
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 
+def _fork_processes(module) -> None:
+    configure = module._set_envs_and_config
+
+    def configure_and_fork(server_args) -> None:
+        configure(server_args)
+        module.mp.set_start_method("fork", force=True)
+
+    module._set_envs_and_config = configure_and_fork
+
+
 _CHANGES = {
     "sglang.srt.arg_groups.choices": _admit_torch_native,
     "sglang.srt.batch_invariant_ops": _leave_kernels_alone,
+    "sglang.srt.entrypoints.engine": _fork_processes,
 }
 
 
