@@ -23,18 +23,22 @@ def correction_of(args: Any) -> Correction | None:
         return tis(low=args.tis_clip_low, high=args.tis_clip)
     if args.ratio_correction == "icepop":
         return icepop(low=args.icepop_low, high=args.icepop_high)
-    rejects = args.mis_reject_low is not None or args.mis_reject_high is not None
+    rejection: dict[str, Any] = {}
+    if args.mis_reject_low is not None or args.mis_reject_high is not None:
+        rejection = {
+            # What is rejected is a whole sequence, whatever the level of the weights.
+            "reject_level": "sequence" if args.mis_level == "token" else args.mis_level,
+            "reject_low": 0.0 if args.mis_reject_low is None else args.mis_reject_low,
+            "reject_high": _NO_BOUND if args.mis_reject_high is None else args.mis_reject_high,
+        }
     return Correction(
         level=args.mis_level,
         mode=args.mis_mode,
         low=args.mis_low,
         high=args.mis_high,
-        # What is rejected is a whole sequence, whatever the level of the weights.
-        reject_level=("sequence" if args.mis_level == "token" else args.mis_level) if rejects else None,
-        reject_low=0.0 if args.mis_reject_low is None else args.mis_reject_low,
-        reject_high=_NO_BOUND if args.mis_reject_high is None else args.mis_reject_high,
         veto=args.mis_veto or None,
         batch_normalize=args.mis_batch_normalize,
+        **rejection,
     )
 
 

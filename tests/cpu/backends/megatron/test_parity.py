@@ -5,6 +5,7 @@ bit by bit with the files that were loaded.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,13 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 MODELS = [(kind, tied) for kind in ("llama", "qwen2", "qwen3") for tied in (False, True)]
 
 
 def world_size(layout: dict[str, Any]) -> int:
-    return layout.get("tensor_model_parallel_size", 1) * layout.get("pipeline_model_parallel_size", 1)
+    return math.prod(size for name, size in layout.items() if name.endswith("_parallel_size"))
 
 
 @pytest.fixture(scope="module")
