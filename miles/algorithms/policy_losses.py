@@ -235,7 +235,9 @@ def sao_dis(
     kept_T = loss_mask.bool() & ~rejected_T
     # rejected entries are zeroed before exp: what is far outside must not reach the gradient as inf * 0
     ratio_T = masked(log_ratio_T, kept_T).exp()
-    loss_T = masked(-ratio_T * masked(advantages.detach().float(), loss_mask) * own_T, kept_T)
+    advantages_T = masked(advantages.detach().float(), loss_mask)
+    # times 0, and not just 0: a NaN advantage surfaces from a rejected token too
+    loss_T = torch.where(kept_T, -ratio_T * advantages_T * own_T, 0.0 * advantages_T)
     return loss_T, {
         **_ratio_metrics(log_ratio_T.detach(), loss_mask),
         "rejected": rejected_T.sum().double(),
