@@ -6,12 +6,12 @@ from typing import Any
 
 from miles.config import Args
 from miles.contracts.canonical import parse_strict_json
-from miles.contracts.chain import describe_value_pretraining, first_broken, verify_chain
+from miles.contracts.chain import describe_value_pretraining
 from miles.contracts.value_report import check_report
 from miles.contracts.value_schema import contract_path
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
-from miles.utils.tracking_utils.run_folder import create_run_folder, update_run_json
+from miles.utils.tracking_utils.run_folder import create_run_folder, refuse_changed_config, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import check_online_contract, objective_args
 
@@ -63,17 +63,29 @@ def check_passed_report(path: str, *, contract_digest: str) -> None:
 
 async def main(args: Args, state: dict[str, Any] | None) -> None:
     """All rollouts from `state` (None: from the start) to the last."""
-    from miles.ray.online import OnlineTrainer, newest_checkpoints
-    from miles.ray.placement_group import contracted_critic
+    from miles.ray.actor_group import TrainingRankLost
+    from miles.ray.canary import check_canary
+    from miles.ray.online import OnlineTrainer
+    from miles.ray.rollout_only import sample_rollouts
 
     assert args.num_rollout is not None and args.run_dir is not None
     first = 0 if state is None else state["rollout_id"] + 1
     if first >= args.num_rollout:
         raise ValueError(f"--num-rollout {args.num_rollout}: the run folder already holds {first} rollouts")
-    tracker = init_tracking(args, resume_step=first + 1)
-    settled = contracted_critic(args) if state is None else newest_checkpoints(args, state)
-    async with OnlineTrainer(settled, tracker, state) as trainer:
-        await run(args, trainer, first)
+    tracker = init_tracking(args, resume_step=first + 1 if first else 0)
+    if args.rollout_only:
+        await sample_rollouts(args, tracker)
+        print(f"rollouts: {args.num_rollout}, kept in {args.run_dir}/rollouts")
+        return
+    async with OnlineTrainer(args, tracker, state) as trainer:
+        while first < args.num_rollout:
+            try:
+                await run(args, trainer, first)
+                break
+            except TrainingRankLost as lost:
+                first = await trainer.recover(lost)
+        if args.canary_one_step:
+            await check_canary(args, trainer)
     print(f"online RL: {args.num_rollout} rollouts, run folder {args.run_dir}")
 
 
@@ -82,40 +94,23 @@ async def run(args: Args, trainer: Any, first: int) -> None:
     from miles.ray.progress import progress_bar
 
     assert args.num_rollout is not None
-    if args.eval_prompt_data and first == 0:
-        logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))["eval/accuracy"])
+    evaluated = args.eval_sets()
+    accuracy = evaluated[0].metric("accuracy") if evaluated else ""
+    if evaluated and first == 0:
+        logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))[accuracy])
     with progress_bar("online RL", total=args.num_rollout, done=first) as advance:
         for rollout_id in range(first, args.num_rollout):
             figures = await trainer.step(rollout_id)
             done = rollout_id + 1
             last = done == args.num_rollout
-            if args.eval_prompt_data and (last or (args.eval_interval and done % args.eval_interval == 0)):
+            if evaluated and (last or (args.eval_interval and done % args.eval_interval == 0)):
                 figures |= await trainer.evaluate(done)
             if last or (args.save_interval and done % args.save_interval == 0):
                 await trainer.save(rollout_id)
             shown = [f"reward {figures['rollout/reward_mean']:.3f}"]
-            if "eval/accuracy" in figures:
-                shown.append(f"held-out accuracy {figures['eval/accuracy']:.1%}")
+            if accuracy in figures:
+                shown.append(f"held-out accuracy {figures[accuracy]:.1%}")
             advance(", ".join(shown))
-    if args.canary_one_step:
-        await check_canary(args, trainer)
-
-
-async def check_canary(args: Args, trainer: Any) -> None:
-    """What one step must show: the engine serves the updated policy, the chain holds, a resume answers the same."""
-    assert args.run_dir is not None
-    difference = await trainer.engine_log_prob_difference(1)
-    print(f"canary: engine and actor after the update: largest log-prob difference {difference:.2e}")
-    if not difference < (5e-2 if args.bf16 else 1e-4):
-        raise RuntimeError(f"the engine does not serve the updated policy: log-probs differ by {difference:.3g}")
-    links = verify_chain(args.run_dir)
-    if (broken := first_broken(links)) is not None:
-        raise RuntimeError(f"broken link {broken.name}: {broken.path}: {broken.detail}")
-    print(f"canary: chain verified, {len(links)} links hold")
-    log_probs, values = await trainer.compare_with_saved(2)
-    print(f"canary: resumed from the save: log-probs differ by {log_probs:.2e}, values by {values:.2e}")
-    if max(log_probs, values) > (1e-2 if args.bf16 else 1e-5):
-        raise RuntimeError("a resume from the save does not answer as the saved run did")
 
 
 if __name__ == "__main__":
@@ -127,7 +122,9 @@ if __name__ == "__main__":
         from miles.ray.online import resume_state
         from miles.ray.program import run_program
 
-        resumed = resume_state(settings)
+        resumed = None if settings.rollout_only else resume_state(settings)
+        if resumed is not None:
+            refuse_changed_config(settings)
         folder = create_run_folder(settings, entry="train")
         if settings.critic_load is not None and contract_path(settings.critic_load).exists():
             consumed = describe_value_pretraining(

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr, ValidationError
 
-from miles.config.choices import estimator_facts
+from miles.config.choices import estimator_facts, is_hook
 from miles.config.eval_sets import EvalSet, Sampling, parse_eval_sets
 from miles.config.fault_plan import Fault, parse_faults
 from miles.config.groups import (
@@ -185,9 +185,11 @@ class Args(
     def training_forward_gives_old_log_probs(self) -> bool:
         """Whether the old policy is the one of the training forward, so that no pass before it has to read it.
 
-        With one optimizer step per rollout both are the same weights; only a penalty in the reward is needed earlier.
+        With one optimizer step per rollout both are the same weights; only a penalty in the reward, and a weight
+        normalised over the batch, need it earlier.
         """
-        return self.num_steps_per_rollout == 1 and not self.use_rollout_logprobs and self.kl_coef == 0
+        needed_before = self.kl_coef > 0 or self.mis_batch_normalize
+        return self.num_steps_per_rollout == 1 and not self.use_rollout_logprobs and not needed_before
 
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, each with its sampling.
@@ -253,7 +255,9 @@ def _derived_values(args: Args) -> dict[str, tuple[Any, str]]:
         name: (getattr(args, origin), origin) for name, origin in _INHERITED.items() if getattr(args, name) is None
     }
     if args.use_critic is None:
-        derived["use_critic"] = (estimator_facts(args.advantage_estimator).critic, "advantage_estimator")
+        needed = estimator_facts(args.advantage_estimator).critic
+        own = is_hook(args.advantage_estimator)
+        derived["use_critic"] = (not own if needed is None else needed, "advantage_estimator")
     if args.ratio_correction == "mis" and args.mis_low is None:
         derived["mis_low"] = (1.0 / args.mis_high, "mis_high")
     if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.loss_agg_length is None:

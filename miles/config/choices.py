@@ -11,12 +11,12 @@ class Estimator:
     """An advantage estimator.
 
     Attributes:
-        critic: it needs values.
+        critic: it needs values; None: it takes them where there are some, which is the default.
         groups: it compares the samples of one prompt, so it needs more than one.
         reads: settings that belong to it and not to every estimator.
     """
 
-    critic: bool
+    critic: bool | None
     groups: bool
     reads: frozenset[str] = field(default_factory=frozenset)
 
@@ -27,12 +27,12 @@ _ADAPTIVE = frozenset({"gae_adaptive_mode", "gae_adaptive_alpha", "gae_adaptive_
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(critic=True, groups=False, reads=_GAE),
     "gae_adaptive": Estimator(critic=True, groups=False, reads=_GAE | _ADAPTIVE),
-    "monte_carlo": Estimator(critic=True, groups=False, reads=frozenset({"gamma"})),
+    "monte_carlo": Estimator(critic=None, groups=False, reads=frozenset({"gamma"})),
     "grpo": Estimator(critic=False, groups=True),
     "dr_grpo": Estimator(critic=False, groups=True),
     "rloo": Estimator(critic=False, groups=True),
     "reinforce_plus_plus": Estimator(critic=False, groups=False, reads=frozenset({"gamma"})),
-    "reinforce_plus_plus_baseline": Estimator(critic=False, groups=True),
+    "reinforce_plus_plus_baseline": Estimator(critic=False, groups=True, reads=frozenset({"gamma"})),
 }
 
 ESTIMATOR_SETTINGS = _GAE | _ADAPTIVE
@@ -100,5 +100,5 @@ def is_hook(estimator: str) -> bool:
 def estimator_facts(estimator: str) -> Estimator:
     """What is known of an estimator; a function of the user's may read everything."""
     if is_hook(estimator):
-        return Estimator(critic=True, groups=False, reads=ESTIMATOR_SETTINGS)
+        return Estimator(critic=None, groups=False, reads=ESTIMATOR_SETTINGS)
     return ESTIMATORS[estimator]

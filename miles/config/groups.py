@@ -309,7 +309,8 @@ class AlgorithmGroup(Group):
         "reinforce_plus_plus_baseline, or a function of yours, FILE.py:FUNCTION.",
     )
     use_critic: bool | None = Field(
-        None, description="Run a critic (unset: where the estimator needs one; only for a function of yours)."
+        None,
+        description="Run a critic (unset: where the estimator takes values); for monte_carlo and functions of yours.",
     )
     gamma: Fraction = Field(1.0, description="Discount factor.")
     lambd: Fraction = Field(1.0, description="Lambda of the actor's advantages.")

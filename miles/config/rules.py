@@ -20,7 +20,6 @@ from miles.config.choices import (
     OBJECTIVES,
     OF_ROLLOUT_ENGINE,
     estimator_facts,
-    is_hook,
 )
 from miles.config.groups import ValuePretrainGroup, fields_of, flag_of
 from miles.config.hf_folder import HfFolder, inspect_hf_folder
@@ -288,9 +287,9 @@ def _estimator(args: Args) -> Iterator[str]:
             {"lambd"} if args.gae_adaptive_mode == "adaptive" else {"gae_adaptive_alpha", "gae_adaptive_min_length"}
         )
         yield from _unread(args, unread, f"with --gae-adaptive-mode {args.gae_adaptive_mode}")
-    if not is_hook(name) and args.use_critic != facts.critic:
+    if facts.critic is not None and args.use_critic != facts.critic:
         needs = "needs a critic" if facts.critic else "has no use for a critic"
-        yield f"--advantage-estimator {name} {needs}; --use-critic decides only for a function of yours"
+        yield f"--advantage-estimator {name} {needs}; --use-critic decides for monte_carlo and functions of yours"
     if not args.has_critic:
         yield from _unread(args, CRITIC_SETTINGS, "without a critic")
     if facts.groups and args.n_samples_per_prompt < 2:

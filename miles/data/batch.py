@@ -6,17 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from miles.data.sample import TRAINABLE_STATUSES, Sample
+from miles.data.sample import TRAINABLE_STATUSES, Sample, SampleStatus
+from miles.data.sao import COMPACTION_COLUMNS, compaction_columns
 
 # per-token columns: one sequence of response_length numbers per row
-_PER_TOKEN = frozenset({"loss_masks", "rollout_log_probs", "returns", "values", "old_log_probs", "advantages"})
+_PER_TOKEN = frozenset(
+    {"loss_masks", "rollout_log_probs", "returns", "values", "old_log_probs", "ref_log_probs", "kl", "advantages"}
+)
 _COMMON = ("tokens", "response_lengths", "loss_masks", "sample_indices")
 REQUIRED_COLUMNS = {
     "rollout": (*_COMMON, "rewards", "rollout_log_probs"),
     "value": (*_COMMON, "returns"),
-    "policy": (*_COMMON, "advantages", "old_log_probs"),
+    "policy": (*_COMMON, "advantages"),
 }
-KNOWN_COLUMNS = _PER_TOKEN | {"tokens", "response_lengths", "sample_indices", "sample_ids", "rewards"}
+KNOWN_COLUMNS = _PER_TOKEN | {*_COMMON, "sample_ids", "group_indices", "rewards", *COMPACTION_COLUMNS}
 
 
 def validate_batch(batch: dict[str, Any], objective: str) -> None:
@@ -86,23 +89,32 @@ def select_rows(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Column batch ("rollout" objective) of finished, scored samples, in the given order.
+    """Column batch ("rollout" objective) of finished samples, in the given order.
+
+    A FAILED sample, one without a reward, keeps its row, so that the batch keeps its size, but none of its tokens is
+    trained on and its reward of 0 counts in no group.
 
     Raises:
-        ValueError: a sample that is aborted, failed, pending, unscored or misaligned, naming its index.
+        ValueError: a sample that is aborted, pending, unscored or misaligned, naming its index.
     """
     for sample in samples:
-        if sample.status not in TRAINABLE_STATUSES:
-            raise ValueError(f"sample {sample.index} is {sample.status.value}; drop it before training")
-        check_reward(sample.reward, f"sample {sample.index}")
+        if sample.status is not SampleStatus.FAILED:
+            if sample.status not in TRAINABLE_STATUSES:
+                raise ValueError(f"sample {sample.index} is {sample.status.value}; drop it before training")
+            check_reward(sample.reward, f"sample {sample.index}")
         sample.check_aligned()
+    failed = [sample.status is SampleStatus.FAILED for sample in samples]
     batch = {
         "tokens": [list(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
-        "loss_masks": [list(s.loss_mask) for s in samples],
-        "rewards": [float(s.reward) for s in samples if s.reward is not None],
+        "loss_masks": [
+            [0] * s.response_length if lost else list(s.loss_mask) for s, lost in zip(samples, failed, strict=True)
+        ],
+        "rewards": [0.0 if s.reward is None else float(s.reward) for s in samples],
         "rollout_log_probs": [np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
         "sample_indices": [s.index for s in samples],
+        "group_indices": [s.group_index for s in samples],
+        **compaction_columns(samples),
     }
     validate_batch(batch, "rollout")
     return batch

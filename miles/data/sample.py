@@ -1,9 +1,11 @@
 """One trajectory: prompt and response tokens with every per-token column kept aligned."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 
@@ -118,3 +120,24 @@ class Sample:
         sample = cls(**{**data, "status": SampleStatus(data.get("status", SampleStatus.PENDING.value))})
         sample.check_aligned()
         return sample
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a kept rollout, one JSON object a line.
+
+    Raises:
+        ValueError: a line that is no sample, naming `path:line`; a file without samples.
+    """
+    samples = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("expected a JSON object")
+                samples.append(Sample.from_dict(row))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    if not samples:
+        raise ValueError(f"{path}: no samples")
+    return samples

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import os
+import signal
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from miles.config import Args
 from miles.ray.rollout.train_data_conversion import Box
@@ -18,6 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Role = Literal["actor", "critic", "sft"]
+
+_OTHERS_FAIL_S = 5.0
+"""How long after a rank's error another rank's death may still turn out to be its reason."""
+
+
+class TrainingRankLost(RuntimeError):
+    """A process of a training group died; the group is of no use any more."""
 
 
 class TrainRank:
@@ -47,7 +57,7 @@ class TrainRank:
             master_addr=master_addr,
             master_port=master_port,
         )
-        info = self._worker.parallel_info()
+        info = {**self._worker.parallel_info(), "pid": os.getpid()}
         self._dp_rank = info["dp_rank"]
         return info
 
@@ -88,9 +98,10 @@ class RayTrainGroup:
     async def init(self) -> list[int | None]:
         """Build models, load checkpoints; the loaded iteration of each rank (0: fresh)."""
         host, port = await self.free_address()
-        infos = await _all([rank.build.remote(host, port) for rank in self._ranks])
+        infos = await self._all([rank.build.remote(host, port) for rank in self._ranks])
         self.dp_size = infos[0]["dp_size"]
         self._output_ranks = [rank for rank, info in enumerate(infos) if info["is_output_rank"]]
+        self._pids = [info["pid"] for info in infos]
         return await self._call("init", **self._worker_options)
 
     async def train(self, iteration: int, batch: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +130,10 @@ class RayTrainGroup:
         """Values of the response tokens by sample index (float32, response_length each)."""
         return self._merged(await self._call_on_shard("compute_values", shards))
 
+    async def compute_ref_log_probs(self, shards: Sequence[Box]) -> dict[int, Any]:
+        """As `compute_log_probs`, of the reference model that the actor group holds beside its own."""
+        return self._merged(await self._call_on_shard("compute_ref_log_probs", shards))
+
     async def compute_log_probs(self, shards: Sequence[Box]) -> dict[int, Any]:
         """Log-probabilities of the response tokens by sample index (float32, response_length each)."""
         return self._merged(await self._call_on_shard("compute_log_probs", shards))
@@ -133,11 +148,15 @@ class RayTrainGroup:
 
     async def free_address(self) -> tuple[str, int]:
         """Address of rank 0's host and a port that is free there."""
-        return await self._ranks[0].address.remote()
+        return (await self._all([self._ranks[0].address.remote()]))[0]
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """Call a worker's method on every rank; its results in rank order."""
         return await self._call(method, *arguments, **named)
+
+    def kill_last_rank(self) -> None:
+        """Kill a rank's process outright: a fault that tests on one machine ask for."""
+        os.kill(self._pids[-1], signal.SIGKILL)
 
     def shutdown(self) -> None:
         """Kill the ranks."""
@@ -145,12 +164,12 @@ class RayTrainGroup:
             ray.kill(rank)
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
-        return await _all([rank.call.remote(method, *arguments, **named) for rank in self._ranks])
+        return await self._all([rank.call.remote(method, *arguments, **named) for rank in self._ranks])
 
     async def _call_on_shard(self, method: str, shards: Sequence[Box], *arguments: Any) -> list[Any]:
         if len(shards) != self.dp_size:
             raise ValueError(f"{len(shards)} shards for {self.dp_size} data-parallel ranks of the {self.role} group")
-        return await _all([rank.call_on_shard.remote(method, shards, *arguments) for rank in self._ranks])
+        return await self._all([rank.call_on_shard.remote(method, shards, *arguments) for rank in self._ranks])
 
     def _first(self, results: list[Any]) -> Any:
         """The result of the first rank that has one; ranks that have one agree."""
@@ -167,6 +186,38 @@ class RayTrainGroup:
             merged |= part
         return merged
 
+    async def _all(self, refs: list[Any]) -> list[Any]:
+        """Results of a call on all ranks.
 
-async def _all(refs: list[Any]) -> list[Any]:
-    return list(await asyncio.gather(*refs))
+        Raises:
+            TrainingRankLost: a rank died; the others are left alone, for they may wait for it for ever.
+        """
+        calls = [asyncio.ensure_future(_result(ref)) for ref in refs]
+        try:
+            return list(await asyncio.gather(*calls))
+        except RayActorError as error:
+            raise self._lost(error) from None
+        except RayTaskError:
+            # A rank that waited for one that died may be the first to fail.
+            await asyncio.wait(calls, timeout=_OTHERS_FAIL_S)
+            for call in calls:
+                if call.done() and not call.cancelled() and isinstance(error := call.exception(), RayActorError):
+                    raise self._lost(error) from None
+            raise
+        finally:
+            for call in calls:
+                call.add_done_callback(_look_at)
+
+    def _lost(self, error: RayActorError) -> TrainingRankLost:
+        reason = " ".join(str(error).split())
+        return TrainingRankLost(f"a rank of the {self.role} group died: {reason[:300]}")
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+def _look_at(call: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for any more."""
+    if not call.cancelled():
+        call.exception()

@@ -3,26 +3,32 @@
 import asyncio
 import json
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import ray
+from ray.exceptions import RayTaskError
 
-from miles.algorithms.advantages import compute_advantages_and_returns
+from miles.algorithms.kl import AdaptiveKLController
 from miles.algorithms.value_losses import explained_variance_from_stats
+from miles.backends.sglang.client import EngineError
 from miles.config import Args
 from miles.contracts.chain import describe_checkpoint, iteration_folder
 from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
-from miles.ray.actor_group import RayTrainGroup
-from miles.ray.placement_group import Placement, create_placement
-from miles.ray.rollout.engine import create_engines
+from miles.data.sao import validate_sao_train_data
+from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
+from miles.ray.advantages import Advantages
+from miles.ray.faults import FaultInjector
+from miles.ray.placement_group import Placement, contracted_critic, create_placement
+from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.ray.rollout.train_data_conversion import Box, split_train_data_by_dp
+from miles.ray.timeline import Timeline
 from miles.ray.weight_sync import WeightSync
+from miles.rollout.engine_pool import LostEngine
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
 from miles.utils.tracking_utils.tracking import Tracker
 
@@ -33,19 +39,12 @@ Figures = dict[str, float]
 
 STATE_FILE = "train_state.json"
 """Written last of a save: what it names is complete, and a resume starts from it."""
-STATE_SCHEMA = "miles.train-state.v1"
+STATE_SCHEMA = "miles.train-state.v2"
 
 _CRITIC_METRICS = {"value_loss": "value/loss", "grad_norm": "value/grad_norm", "lr": "value/lr"}
-_ACTOR_METRICS = {
-    "policy_loss": "train/policy_loss",
-    "entropy": "train/entropy",
-    "approx_kl": "train/approx_kl",
-    "clip_fraction": "train/clip_fraction",
-    "ratio_max": "train/ratio_max",
-    "ratio_min": "train/ratio_min",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-}
+_OPTIONAL_CRITIC_METRICS = ("value_clip_fraction", "value_accuracy", "value_entropy", "value_confidence")
+_NOT_LOGGED = frozenset({"loss", "tokens", "log_prob_difference"})
+_STAGES = ("rollout", "values", "log_probs", "critic", "actor", "sync")
 
 
 def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
@@ -85,209 +84,444 @@ def resume_state(args: Args) -> dict[str, Any] | None:
 
 
 class OnlineTrainer:
-    """Actor group, critic group and rollout engines of one run.
+    """Actor group, critic group where the estimator has one, and rollout engines of one run.
 
     After `step(i)` the engines serve the weights of version i + 2, and everything a resume needs is a function of
-    (settings, checkpoints, prompt source state, i).
+    (settings, checkpoints, prompt source state, i). An engine that is lost is replaced without anybody noticing in the
+    figures; a training rank that is lost raises `TrainingRankLost`, and `recover` goes back to the last save.
     """
 
     def __init__(self, args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
-        """`state`: the save to continue from, which `args` load too (`newest_checkpoints`); None for a fresh run."""
-        self._args, self._tracker, self._state = args, tracker, state
-        self._critic_args = args.for_role("critic")
-        self._prompt_state: dict[str, Any] = {}
+        """`state`: the save to continue from; None for a fresh run."""
+        self._seed_args, self._tracker = args, tracker
+        self._args, self._critic_args = args, args.for_role("critic")
+        self._advantages = Advantages(args)
+        self._kl = AdaptiveKLController(
+            coef=args.kl_coef,
+            target=args.kl_target if args.kl_controller == "adaptive" else None,
+            horizon=args.kl_horizon,
+        )
+        self._faults = FaultInjector(args.faults())
+        self._critic: RayTrainGroup | None = None
+        self._rank_restarts = 0
+        self._losses: asyncio.Task[LostEngine] | None = None
+        self._owed: LostEngine | None = None
+        self._urls: dict[int, str] = {}
+        self._generating: Any = None
+        self._state = state
+        self._samples = args.load_rollouts is None
+
+    # ---------------------------------------------------------------- start, stop, start again
 
     async def __aenter__(self) -> Self:
         """Reserve devices, start engines and groups side by side, publish the first weights."""
-        args, state = self._args, self._state
-        self._placement: Placement = create_placement(
-            args,
-            {
-                "actor": args.world_size("actor"),
-                "critic": args.world_size("critic"),
-                "rollout": args.rollout_num_gpus,
-            },
-        )
-        self._actor = RayTrainGroup(args, role="actor", placement=self._placement)
-        # A seed critic gives its weights only; the critic of a run that goes on keeps its optimizer.
-        self._critic = RayTrainGroup(args, role="critic", placement=self._placement, load_weights_only=state is None)
-        self._manager = create_rollout_manager(args, create_engines(args, self._placement))
-        urls, _, _ = await asyncio.gather(self._manager.start.remote(), self._actor.init(), self._critic.init())
-        if state is not None:
-            self._prompt_state = state["prompts"]
-            await self._manager.load_state.remote(state["prompts"])
-        self._sync = WeightSync(args, actor=self._actor, engine_urls=urls, cluster=self._placement.cluster)
-        await self._sync.connect()
-        version = 1 if state is None else state["weight_version"]
-        await self._sync.publish(version, check=args.check_weight_sync != "never")
+        args = self._args
+        devices = {"actor": args.world_size("actor")}
+        if args.has_critic:
+            devices["critic"] = args.world_size("critic")
+        if self._samples:
+            devices["rollout"] = args.rollout_num_gpus
+        self._placement: Placement = create_placement(args, devices)
+        self._engines = EngineGroup(args, self._placement) if self._samples else None
+        self._manager = create_rollout_manager(args, self._engines.actors if self._engines else [])
+        urls, _ = await asyncio.gather(self._manager.start.remote(), self._start_groups())
+        self._urls = dict(enumerate(urls))
+        self._first_prompts = await self._manager.state_dict.remote()
+        self._sync = None
+        if self._samples:
+            self._sync = WeightSync(args, actor=self._actor, engine_urls=urls, cluster=self._placement.cluster)
+        await self._go_on_from_state()
         return self
+
+    async def _start_groups(self) -> None:
+        """Make the training groups and load the save, or the seeds of a fresh run."""
+        state = self._state
+        self._args = (
+            contracted_critic(self._seed_args) if state is None else newest_checkpoints(self._seed_args, state)
+        )
+        self._critic_args = self._args.for_role("critic")
+        self._actor = RayTrainGroup(self._args, role="actor", placement=self._placement)
+        starting = [self._actor.init()]
+        if self._args.has_critic:
+            # A seed critic gives its weights only; the critic of a run that goes on keeps its optimizer.
+            self._critic = RayTrainGroup(
+                self._args, role="critic", placement=self._placement, load_weights_only=state is None
+            )
+            starting.append(self._critic.init())
+        await asyncio.gather(*starting)
+
+    async def _go_on_from_state(self) -> None:
+        """Put prompts, KL coefficient and the engines' weights where the save, or the start, has them."""
+        state = self._state
+        self._kl.coef = self._args.kl_coef if state is None else state["kl_coef"]
+        await self._manager.load_state.remote(self._first_prompts if state is None else state["prompts"])
+        if self._sync is not None:
+            await self._sync.connect(self._actor)
+            version = 1 if state is None else state["weight_version"]
+            await self._publish(version, check=self._args.check_weight_sync != "never")
+        if self._owed is not None:
+            await self._tell_restored(self._owed.number)
+            self._owed = None
+
+    async def recover(self, lost: TrainingRankLost) -> int:
+        """Start the training groups again from the last save; the number of the rollout to go on with.
+
+        Raises:
+            TrainingRankLost: the run has been through as many restarts as it may.
+        """
+        if self._rank_restarts >= self._args.max_restarts:
+            raise TrainingRankLost(f"{lost}; --max-restarts {self._args.max_restarts} allows no other start")
+        self._rank_restarts += 1
+        assert self._args.run_dir is not None
+        if self._generating is not None:
+            ray.cancel(self._generating)
+            self._generating = None
+        self._state = read_train_state(self._args.run_dir)
+        first = 0 if self._state is None else self._state["rollout_id"] + 1
+        logger.warning(
+            "%s; starting again from %s", lost, f"the save after rollout {first - 1}" if first else "scratch"
+        )
+        for group in filter(None, (self._actor, self._critic)):
+            group.shutdown()
+        self._tracker.rewind(first + 1 if first else 0)
+        await self._start_groups()
+        if self._sync is not None:
+            await self._sync.settle()
+        if self._owed is not None:
+            await self._restart_engine(self._owed)
+        await self._go_on_from_state()
+        return first
+
+    async def __aexit__(self, *error: object) -> None:
+        """End engines; training ranks end with the cluster's job."""
+        if self._losses is not None:
+            self._losses.cancel()
+        if self._sync is not None:
+            await self._sync.close()
+        if error[0] is None:
+            await self._manager.stop.remote()
+
+    # ---------------------------------------------------------------- one step
 
     async def step(self, rollout_id: int) -> dict[str, float]:
         """Rollout `rollout_id` (from 0) and all updates it brings; its figures, logged as step rollout_id + 1."""
-        args = self._args
-        seconds: dict[str, float] = {}
-        started = time.monotonic()
-        with _timed(seconds, "rollout_s"):
-            rollout = await self._manager.generate.remote(rollout_id)
-        batch, figures = rollout["batch"], dict(rollout["metrics"])
-        self._prompt_state = rollout["state"]
-        with _timed(seconds, "values_s"):
-            values, old_log_probs = await asyncio.gather(
-                self._critic.compute_values(self._shards(self._critic, batch)),
-                self._actor.compute_log_probs(self._shards(self._actor, batch)),
-            )
-        batch["values"] = [values[index] for index in batch["sample_indices"]]
-        batch["old_log_probs"] = [old_log_probs[index] for index in batch["sample_indices"]]
-        figures["rollout/log_prob_difference_mean"] = _log_prob_difference(batch)
-        batch["advantages"], batch["returns"] = compute_advantages_and_returns(
-            batch,
-            estimator=args.advantage_estimator,
-            gamma=args.gamma,
-            lam=args.lambd,
-            critic_lam=args.critic_lambd,
-            normalize=args.normalize_advantages,
-        )
+        args, step = self._args, rollout_id + 1
+        train_actor = rollout_id >= args.num_critic_only_steps
+        timeline = Timeline()
+        await self._fault("rollout", step)
+        with timeline.span("engines", "rollout"):
+            batch, figures = await self._rollout(rollout_id)
+        if args.policy_objective == "sao_dis":
+            validate_sao_train_data(batch, compaction=args.sao_compaction)
+        await self._read_policies(batch, timeline, step, train_actor=train_actor)
+        if "old_log_probs" in batch and not args.use_rollout_logprobs:
+            figures["rollout/log_prob_difference_mean"] = _log_prob_difference(batch)
+        if "kl" in batch:
+            figures["train/kl_reward"] = _token_mean(batch["kl"], batch)
+            figures["train/kl_coef"] = self._kl.coef
+        await self._fault("advantages", step)
+        updates: list[Awaitable[Figures]] = []
+        if self._critic is None:
+            batch["advantages"], _ = self._advantages(batch, kl_coef=self._kl.coef)
+        else:
+            # Targets and advantages follow from the same values, and neither group waits for the other; unless the
+            # actor is to see what the critic has learned from this very batch.
+            batch["advantages"], batch["returns"] = self._advantages(batch, kl_coef=self._kl.coef)
+            await self._fault("critic", step)
+            critic = self._update_critic(rollout_id, batch, timeline)
+            if args.refresh_values and train_actor:
+                figures |= await critic
+                with timeline.span("critic", "values"):
+                    values = await self._critic.compute_values(self._shards(self._critic, _readable(batch)))
+                refreshed = {**batch, "values": _by_sample(values, batch)}
+                batch["advantages"], _ = self._advantages(refreshed, kl_coef=self._kl.coef)
+            else:
+                updates.append(critic)
         validate_batch(batch, "policy")
-        # Targets and advantages are fixed by now, so neither group waits for the other.
-        updates = [self._update_critic(rollout_id, batch, seconds)]
-        if rollout_id >= args.num_critic_only_steps:
-            updates.append(self._update_actor(rollout_id, batch, seconds))
+        if train_actor:
+            await self._fault("actor", step)
+            updates.append(self._update_actor(rollout_id, batch, timeline))
         for metrics in await asyncio.gather(*updates):
             figures |= metrics
-        with _timed(seconds, "sync_s"):
-            await self._sync.publish(rollout_id + 2, check=args.check_weight_sync == "always")
-        figures["sync/weight_version"] = self._sync.version
-        seconds["step_s"] = time.monotonic() - started
+        if "kl" in batch:
+            self._kl.update(kl=figures["train/kl_reward"], num_samples=len(batch["tokens"]))
+        await self._fault("sync", step)
+        if self._sync is not None:
+            with timeline.span("actor", "sync"):
+                await self._publish(rollout_id + 2, check=args.check_weight_sync == "always")
+            figures["sync/weight_version"] = self._sync.version
         tokens = sum(len(row) for row in batch["tokens"])
-        figures["perf/tokens_per_s"] = tokens / seconds["step_s"]
-        self._log(rollout_id + 1, figures, seconds)
+        self._log(step, figures, timeline, tokens=tokens)
         return figures
+
+    async def _rollout(self, rollout_id: int) -> tuple[Batch, Figures]:
+        self._generating = self._manager.generate.remote(rollout_id)
+        work = [self._with_engines(self._generating)]
+        if self._faults.expects("generate", rollout_id + 1):
+            work.append(self._fault_while_generating(rollout_id))
+        rollout, *_ = await asyncio.gather(*work)
+        self._generating = None
+        return rollout["batch"], dict(rollout["metrics"])
+
+    async def _read_policies(self, batch: Batch, timeline: Timeline, step: int, *, train_actor: bool) -> None:
+        """Add what critic, old policy and reference say of the batch, where anything reads it."""
+        args = self._args
+        plain = dict(batch)
+        reads: list[Awaitable[None]] = []
+
+        async def read(column: str, lane: str, name: str, values: Any) -> None:
+            with timeline.span(lane, name):
+                batch[column] = _by_sample(await values, batch)
+
+        # A penalty in the reward is in the critic's targets too, so those need it before the actor is trained.
+        penalty = args.kl_coef > 0
+        if self._critic is not None:
+            await self._fault("values", step)
+            reads.append(
+                read("values", "critic", "values", self._critic.compute_values(self._shards(self._critic, plain)))
+            )
+        old = (train_actor or penalty) and not args.use_rollout_logprobs
+        old = old and not args.training_forward_gives_old_log_probs
+        reference = args.needs_reference and (train_actor or penalty)
+        if old or reference:
+            await self._fault("log_probs", step)
+            shards = self._shards(self._actor, plain)
+            if old:
+                reads.append(read("old_log_probs", "actor", "log_probs", self._actor.compute_log_probs(shards)))
+            if reference:
+                reads.append(read("ref_log_probs", "actor", "log_probs", self._actor.compute_ref_log_probs(shards)))
+        await asyncio.gather(*reads)
+        if args.use_rollout_logprobs:
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+        if penalty:
+            batch["kl"] = self._advantages.penalty(batch)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out accuracy of the weights that the engines serve."""
-        started = time.monotonic()
-        figures = await self._manager.evaluate.remote()
-        self._tracker.log(step, "eval", {**figures, "time/eval_s": time.monotonic() - started})
+        await self._fault("eval", step)
+        timeline = Timeline()
+        with timeline.span("engines", "eval"):
+            figures = await self._with_engines(self._manager.evaluate.remote())
+        self._tracker.log(step, "eval", {**figures, "time/eval_s": timeline.now()})
         return figures
 
     async def save(self, rollout_id: int) -> None:
         """Save actor, critic and prompt source; the state file, written last, makes the save count."""
         args = self._args
-        assert args.save is not None and args.critic_save is not None and args.run_dir is not None
-        started = time.monotonic()
-        iteration = rollout_id + 1
-        folders = await asyncio.gather(self._actor.save_model(iteration), self._critic.save_model(iteration))
+        assert args.save is not None and args.run_dir is not None
+        timeline, iteration = Timeline(), rollout_id + 1
+        await self._fault("save", iteration)
+        groups = [self._actor] if self._critic is None else [self._actor, self._critic]
+        folders = await asyncio.gather(*(group.save_model(iteration) for group in groups))
         run_dir = Path(args.run_dir)
         earlier = read_run_json(run_dir).get("checkpoints", [])
         new = [describe_checkpoint(run_dir, folder) for folder in folders]
         paths = {entry["path"] for entry in new}
         update_run_json(run_dir, checkpoints=[entry for entry in earlier if entry["path"] not in paths] + new)
+        await self._fault("save_state", iteration)
         publish_json(
             run_dir / STATE_FILE,
             {
                 "schema": STATE_SCHEMA,
                 "rollout_id": rollout_id,
                 "iteration": iteration,
-                "weight_version": self._sync.version,
-                "prompts": self._prompt_state,
+                "weight_version": iteration + 1,
+                "kl_coef": self._kl.coef,
+                "prompts": await self._manager.state_dict.remote(),
                 "actor_checkpoint": new[0],
-                "critic_checkpoint": new[1],
+                "critic_checkpoint": new[1] if self._critic is not None else None,
             },
         )
-        self._tracker.log(iteration, "time", {"time/save_s": time.monotonic() - started})
+        self._tracker.log(iteration, "time", {"time/save_s": timeline.now()})
+        await self._fault("saved", iteration)
+
+    # ---------------------------------------------------------------- lost engines
+
+    async def _with_engines(self, work: Any) -> Any:
+        """Result of a call of the rollout side; engines that are lost meanwhile are replaced."""
+        if self._sync is None:
+            return await work
+        running = asyncio.ensure_future(_result(work))
+        while not running.done():
+            if self._losses is None:
+                self._losses = asyncio.ensure_future(_result(self._manager.next_lost_engine.remote()))
+            await asyncio.wait({running, self._losses}, return_when=asyncio.FIRST_COMPLETED)
+            if self._losses.done():
+                loss, self._losses = self._losses.result(), None
+                if loss.url != self._urls[loss.number]:
+                    continue
+                # Until requests are sent again somebody owes the pool an answer, also if a training rank dies now.
+                self._owed = loss
+                await self._restart_engine(loss)
+                await self._sync.resend(loss.number)
+                await self._tell_restored(loss.number)
+                self._owed = None
+        return await running
+
+    async def _restart_engine(self, loss: LostEngine) -> None:
+        assert self._engines is not None and self._sync is not None
+        logger.warning("engine %d is lost and is started again: %s", loss.number, loss.reason)
+        try:
+            url = await self._engines.restart(loss.number, loss.reason)
+        except (RuntimeError, ValueError) as error:
+            await self._manager.give_up_engine.remote(loss.number, str(error))
+            raise
+        await self._sync.replaced(loss.number, url)
+        self._urls[loss.number] = url
+
+    async def _tell_restored(self, number: int) -> None:
+        assert self._engines is not None
+        await self._manager.engine_restored.remote(number, self._urls[number], self._engines.actors[number])
+
+    async def _publish(self, version: int, *, check: bool) -> None:
+        """Publish the weights, whatever happens to engines meanwhile."""
+        assert self._sync is not None
+        while True:
+            try:
+                await self._sync.publish(version, check=check)
+                return
+            except (EngineError, RayTaskError) as error:
+                lost = await self._sync.lost_engines()
+                if not lost:
+                    raise
+                logger.warning("publishing weights failed: %s", error)
+                for loss in lost:
+                    await self._restart_engine(loss)
+                await self._sync.settle()
+                for loss in lost:
+                    await self._tell_restored(loss.number)
+
+    # ---------------------------------------------------------------- faults that tests ask for
+
+    async def _fault(self, stage: str, step: int) -> None:
+        await self._faults.at(stage, step, self)
+
+    async def _fault_while_generating(self, rollout_id: int) -> None:
+        await self._manager.first_finished.remote(rollout_id)
+        await self._fault("generate", rollout_id + 1)
+
+    def kill_rank(self, role: str) -> None:
+        """Kill a process of a training group."""
+        group = self._actor if role == "actor" else self._critic
+        assert group is not None
+        group.kill_last_rank()
+
+    async def signal_engine(self, signum: int) -> None:
+        """Send a signal to the first engine's server."""
+        assert self._engines is not None
+        await self._engines.actors[0].signal.remote(signum)
+
+    # ---------------------------------------------------------------- what a canary asks
 
     async def engine_log_prob_difference(self, rollout_id: int) -> float:
         """Largest difference of the engine's and the actor's log-probs on a fresh rollout, same weights."""
-        rollout = await self._manager.generate.remote(rollout_id)
-        batch = rollout["batch"]
+        batch, _ = await self._rollout(rollout_id)
         ours = await self._actor.compute_log_probs(self._shards(self._actor, batch))
         return _largest_difference(ours, dict(zip(batch["sample_indices"], batch["rollout_log_probs"], strict=True)))
 
     async def compare_with_saved(self, rollout_id: int) -> tuple[float, float]:
-        """Replace both groups by fresh ones that load the last save; largest differences of log-probs and values.
+        """Replace the groups by fresh ones that load the last save; largest differences of log-probs and values.
 
         A check for canaries: what a resumed run would start from answers like what was saved.
         """
-        batch = (await self._manager.generate.remote(rollout_id))["batch"]
+        batch, _ = await self._rollout(rollout_id)
         before = await self._read(batch)
-        self._actor.shutdown()
-        self._critic.shutdown()
         assert self._args.run_dir is not None
-        state = read_train_state(self._args.run_dir)
-        assert state is not None, "compare_with_saved comes after save"
-        args = newest_checkpoints(self._args, state)
-        self._actor = RayTrainGroup(args, role="actor", placement=self._placement)
-        self._critic = RayTrainGroup(args, role="critic", placement=self._placement)
-        loaded = await asyncio.gather(self._actor.init(), self._critic.init())
-        if any(iteration != state["iteration"] for ranks in loaded for iteration in ranks):
-            raise RuntimeError(f"resume loaded iterations {loaded}, the save holds {state['iteration']}")
+        self._state = read_train_state(self._args.run_dir)
+        assert self._state is not None, "compare_with_saved comes after save"
+        for group in filter(None, (self._actor, self._critic)):
+            group.shutdown()
+        await self._start_groups()
         after = await self._read(batch)
         return _largest_difference(before[0], after[0]), _largest_difference(before[1], after[1])
 
-    async def _read(self, batch: dict[str, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        log_probs, values = await asyncio.gather(
-            self._actor.compute_log_probs(self._shards(self._actor, batch)),
-            self._critic.compute_values(self._shards(self._critic, batch)),
-        )
-        return log_probs, values
+    async def _read(self, batch: Batch) -> tuple[dict[int, Any], dict[int, Any]]:
+        async def values() -> dict[int, Any]:
+            return {} if self._critic is None else await self._critic.compute_values(self._shards(self._critic, batch))
 
-    async def __aexit__(self, *error: object) -> None:
-        """End engines; training ranks end with the cluster's job."""
-        await self._sync.close()
-        if error[0] is None:
-            await self._manager.stop.remote()
+        log_probs, read = await asyncio.gather(
+            self._actor.compute_log_probs(self._shards(self._actor, batch)), values()
+        )
+        return log_probs, read
 
     # ---------------------------------------------------------------- updates
 
-    async def _update_critic(self, rollout_id: int, batch: Batch, seconds: Figures) -> Figures:
-        args = self._args
+    async def _update_critic(self, rollout_id: int, batch: Batch, timeline: Timeline) -> Figures:
+        args, critic = self._args, self._critic
+        assert critic is not None
         results = []
-        with _timed(seconds, "critic_s"):
+        with timeline.span("critic", "critic"):
             for epoch in range(args.num_critic_epochs):
                 for number, part in enumerate(self._parts(batch)):
                     step = (rollout_id * args.num_critic_epochs + epoch) * args.num_steps_per_rollout + number + 1
-                    data = {"data_ref": self._shards(self._critic, part), "sample_indices": part["sample_indices"]}
-                    results.append(await self._critic.train(step, data))
+                    data = {"data_ref": self._shards(critic, part), "sample_indices": part["sample_indices"]}
+                    results.append(await critic.train(step, data))
         # Every row once, with the values that the advantages were made of: the EV of this batch, not of a part.
         first_epoch = results[: args.num_steps_per_rollout]
         stats = {key: sum(result[key] for result in first_epoch) for key in results[0] if key.startswith("_ev_")}
         ev = explained_variance_from_stats(stats)
-        figures = {name: float(np.mean([result[key] for result in results])) for key, name in _CRITIC_METRICS.items()}
+        names = _CRITIC_METRICS | {
+            key: f"value/{key.removeprefix('value_')}" for key in _OPTIONAL_CRITIC_METRICS if key in results[0]
+        }
+        figures = {name: float(np.mean([result[key] for result in results])) for key, name in names.items()}
         return figures | ({} if ev is None else {"value/explained_variance": ev})
 
-    async def _update_actor(self, rollout_id: int, batch: Batch, seconds: Figures) -> Figures:
+    async def _update_actor(self, rollout_id: int, batch: Batch, timeline: Timeline) -> Figures:
         results = []
-        with _timed(seconds, "actor_s"):
+        own_old_log_probs = "old_log_probs" not in batch or self._args.use_rollout_logprobs
+        with timeline.span("actor", "actor"):
             for number, part in enumerate(self._parts(batch)):
                 step = rollout_id * self._args.num_steps_per_rollout + number + 1
                 results.append(await self._actor.train_policy(step, self._shards(self._actor, part)))
-        combine = {"ratio_max": np.max, "ratio_min": np.min}
-        return {
-            name: float(combine.get(key, np.mean)([result[key] for result in results]))
-            for key, name in _ACTOR_METRICS.items()
-        }
+        figures: Figures = {}
+        for key in results[0].keys() - _NOT_LOGGED:
+            # A figure may be missing from a part: an extreme of no tokens.
+            numbers = [result[key] for result in results if key in result]
+            combine = np.max if key.endswith("_max") else np.min if key.endswith("_min") else np.mean
+            figures[f"train/{key}"] = float(combine(numbers))
+        # Only the first step sees the weights that sampled.
+        if (difference := results[0].get("log_prob_difference")) is not None and own_old_log_probs:
+            figures["rollout/log_prob_difference_mean"] = difference
+        return figures
 
-    def _parts(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
         """The batches of the optimizer steps of one rollout, rows in order."""
-        size = self._args.global_batch_size
+        count = len(batch["tokens"])
+        size = count if self._args.use_dynamic_global_batch_size else self._args.global_batch_size
         assert size is not None
-        for start in range(0, len(batch["tokens"]), size):
+        for start in range(0, count, size):
             yield select_rows(batch, range(start, start + size))
 
-    def _shards(self, group: RayTrainGroup, batch: dict[str, Any]) -> list[Box]:
+    def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Box]:
         args = self._critic_args if group.role == "critic" else self._args
         return split_train_data_by_dp(args, batch, dp_size=group.dp_size)
 
-    def _log(self, step: int, figures: dict[str, float], seconds: dict[str, float]) -> None:
-        def starting(*prefixes: str) -> dict[str, float]:
+    # ---------------------------------------------------------------- figures
+
+    def _log(self, step: int, figures: Figures, timeline: Timeline, *, tokens: int) -> None:
+        """Write the figures of a step, by stage, with where its time went."""
+
+        def starting(*prefixes: str) -> dict[str, Any]:
             return {name: value for name, value in figures.items() if name.startswith(prefixes)}
 
+        whole = timeline.now()
+        times: dict[str, Any] = {"time/step_s": whole, "perf/tokens_per_s": tokens / whole}
+        for stage in _STAGES:
+            if (seconds := timeline.seconds(stage)) is not None:
+                times[f"time/{stage}_s"] = seconds
+        sampling = timeline.busy("engines") * (1.0 - figures.get("rollout/engine_idle_fraction", 0.0))
+        lanes = {"actor": timeline.busy("actor")}
+        if self._critic is not None:
+            lanes["critic"] = timeline.busy("critic")
+        if self._sync is not None:
+            lanes["engines"] = sampling
+        times |= {f"idle/{lane}": 1.0 - busy / whole for lane, busy in lanes.items()}
         self._tracker.log(step, "rollout", starting("rollout/"))
-        self._tracker.log(step, "value", starting("value/"))
+        if value := starting("value/"):
+            self._tracker.log(step, "value", value)
         if actor := starting("train/"):
             self._tracker.log(step, "train", actor)
-        times = {f"time/{name}": value for name, value in seconds.items()}
-        self._tracker.log(step, "time", {**starting("perf/", "sync/"), **times})
+        self._tracker.log(step, "time", {**starting("sync/"), **times, "timeline": timeline.to_json()})
 
 
 def newest_checkpoints(args: Args, state: dict[str, Any]) -> Args:
@@ -296,33 +530,50 @@ def newest_checkpoints(args: Args, state: dict[str, Any]) -> Args:
     Raises:
         ValueError: a checkpoint that the state names is missing.
     """
-    assert args.save is not None and args.critic_save is not None
-    folders = [iteration_folder(folder, state["iteration"]) for folder in (args.save, args.critic_save)]
-    for folder in folders:
+    assert args.save is not None
+    saves = {"load": args.save}
+    if args.has_critic:
+        assert args.critic_save is not None
+        saves["critic_load"] = args.critic_save
+    folders = {field: iteration_folder(folder, state["iteration"]) for field, folder in saves.items()}
+    for folder in folders.values():
         if not folder.is_dir():
             raise ValueError(f"{folder}: missing, though {STATE_FILE} names iteration {state['iteration']}")
-    return args.replace(source="resume", load=str(folders[0]), critic_load=str(folders[1]))
+    return args.replace(source="resume", **{field: str(folder) for field, folder in folders.items()})
 
 
-def _log_prob_difference(batch: dict[str, Any]) -> float:
+def _readable(batch: Batch) -> Batch:
+    """The columns that a pass which only reads needs."""
+    return {name: batch[name] for name in ("tokens", "response_lengths", "loss_masks", "sample_indices")}
+
+
+def _by_sample(numbers: dict[int, Any], batch: Batch) -> list[Any]:
+    return [numbers[index] for index in batch["sample_indices"]]
+
+
+def _token_mean(column: list[Any], batch: Batch) -> float:
+    """Mean over the trainable tokens."""
+    active = [
+        np.asarray(row)[np.asarray(mask, dtype=bool)] for row, mask in zip(column, batch["loss_masks"], strict=True)
+    ]
+    return float(np.concatenate(active).mean())
+
+
+def _log_prob_difference(batch: Batch) -> float:
     """Mean |trainer - engine| over trainable tokens: how far sampling and training disagree about the same policy."""
     differences = [
-        np.abs(np.asarray(ours) - np.asarray(theirs))[np.asarray(mask, dtype=bool)]
-        for ours, theirs, mask in zip(
-            batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_masks"], strict=True
-        )
+        np.abs(np.asarray(ours) - np.asarray(theirs))
+        for ours, theirs in zip(batch["old_log_probs"], batch["rollout_log_probs"], strict=True)
     ]
-    return float(np.concatenate(differences).mean())
+    return _token_mean(differences, batch)
 
 
 def _largest_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> float:
-    """Largest absolute difference over all tokens of two results by sample index."""
+    """Largest absolute difference over all tokens of two results by sample index; 0 of none."""
     assert ours.keys() == theirs.keys()
-    return max(float(np.max(np.abs(np.asarray(ours[index]) - np.asarray(theirs[index])))) for index in ours)
+    differences = (float(np.max(np.abs(np.asarray(ours[index]) - np.asarray(theirs[index])))) for index in ours)
+    return max(differences, default=0.0)
 
 
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    seconds[name] = time.monotonic() - started
+async def _result(ref: Any) -> Any:
+    return await ref

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from miles.backends.sglang.client import EngineRefused, GenerateResult, SamplingParams, SGLangClient
+from miles.backends.sglang.client import EngineRefused, GenerateResult, SamplingParams
 from miles.data.sample import Sample, SampleStatus
 
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
@@ -15,6 +15,12 @@ class Progress(Protocol):
     """Called after each finished sample with the counts so far."""
 
     def __call__(self, *, done: int, total: int, tokens: int) -> None: ...
+
+
+class Engine(Protocol):
+    """What samples are sent to: a client, or an engine of a pool."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams) -> GenerateResult: ...
 
 
 class Tokenizer(Protocol):
@@ -32,10 +38,12 @@ def sampling_seed(*, rollout_seed: int, rollout_id: int, sample_index: int) -> i
 async def generate_samples(
     samples: Sequence[Sample],
     *,
-    clients: Sequence[SGLangClient],
+    clients: Sequence[Engine],
     args: Any,
     rollout_id: int,
     temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
     max_new_tokens: int | None = None,
     concurrency: int = 256,
     tokenizer: Tokenizer | None = None,
@@ -53,7 +61,7 @@ async def generate_samples(
         args: reads rollout_seed, rollout_temperature, rollout_top_p, rollout_top_k, rollout_max_response_len and
             rollout_stop_token_ids (see `miles.config`).
         rollout_id: enters the seeds; not stored in the samples.
-        temperature, max_new_tokens: in place of those of `args`.
+        temperature, top_p, top_k, max_new_tokens: in place of those of `args`.
         concurrency: requests at once, on all engines together.
         tokenizer: fills `response`, special tokens left out; None leaves it to the caller.
 
@@ -73,8 +81,8 @@ async def generate_samples(
         sampling = SamplingParams(
             max_new_tokens=limit - sample.response_length,
             temperature=heat,
-            top_p=args.rollout_top_p,
-            top_k=args.rollout_top_k,
+            top_p=args.rollout_top_p if top_p is None else top_p,
+            top_k=args.rollout_top_k if top_k is None else top_k,
             stop_token_ids=tuple(args.rollout_stop_token_ids),
             sampling_seed=sampling_seed(
                 rollout_seed=args.rollout_seed, rollout_id=rollout_id, sample_index=sample.index
@@ -102,7 +110,7 @@ async def generate_samples(
         raise errors.exceptions[0] from None
 
 
-async def _generate(sample: Sample, client: SGLangClient, sampling: SamplingParams) -> GenerateResult:
+async def _generate(sample: Sample, client: Engine, sampling: SamplingParams) -> GenerateResult:
     try:
         return await client.generate(sample.tokens, sampling)
     except EngineRefused as error:

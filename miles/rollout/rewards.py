@@ -11,12 +11,13 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from miles.data.sample import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
+Policy = Literal["drop", "stop"]
 RewardFunction = Callable[..., Any]
 """`reward(sample) -> number`, or `reward(samples) -> one number each`, plain or async: the parameter's name decides.
 """
@@ -64,37 +65,46 @@ def _load_file(file: Path, path: str) -> Any:
 
 
 async def score_samples(
-    samples: Sequence[Sample], reward_fn: RewardFunction, *, timeout_s: float, concurrency: int = 64
+    samples: Sequence[Sample],
+    reward_fn: RewardFunction,
+    *,
+    timeout_s: float,
+    concurrency: int = 64,
+    on_timeout: Policy = "drop",
+    on_error: Policy = "stop",
 ) -> list[Sample]:
-    """Set `reward` of every sample; returns those that were not scored in time.
+    """Set `reward` of every sample; returns those that were not scored.
 
-    Such a sample gets status FAILED, no reward and a warning that names it; the others are not held up. A plain
-    function runs in a thread (which Python cannot end: it may go on in the background after its time), an async one in
-    this loop. A function whose first parameter is called `samples` gets all of them at once and `timeout_s` times
-    their number.
+    Such a sample gets status FAILED, no reward and a warning that names it; the others are not held up. All of it
+    takes no longer than `timeout_s` for every `concurrency` samples. A plain function runs in a thread (which Python
+    cannot end: it may go on in the background after its time), an async one in this loop. A function whose first
+    parameter is called `samples` gets all of them at once and `timeout_s` times their number.
+
+    Args:
+        on_timeout, on_error: "drop" goes on as above when a call is late or raises; "stop" raises.
 
     Raises:
-        ValueError: the function raised, or returned no finite number, or a wrong count; the line names sample and
-        function.
+        ValueError: the function was late or raised where that stops, or returned no finite number, or a wrong count;
+        the line names sample and function.
     """
     name = f"{getattr(reward_fn, '__module__', '?')}:{getattr(reward_fn, '__qualname__', repr(reward_fn))}"
     if _takes_all(reward_fn):
-        return await _score_together(samples, reward_fn, name, timeout_s)
+        return await _score_together(samples, reward_fn, name, timeout_s, on_timeout=on_timeout, on_error=on_error)
     gate = asyncio.Semaphore(concurrency)
-    late: list[Sample] = []
+    unscored: list[Sample] = []
 
     async def score(sample: Sample) -> None:
         async with gate:
             try:
                 value = await asyncio.wait_for(_call(reward_fn, sample), timeout_s)
             except TimeoutError:
-                _mark_late(sample, name, timeout_s)
-                late.append(sample)
+                _fail(sample, f"took more than {timeout_s:g} s on sample {sample.index}", name, on_timeout)
+                unscored.append(sample)
                 return
             except Exception as error:
-                raise ValueError(
-                    f"reward function {name} failed on sample {sample.index}: {_describe(error)}"
-                ) from error
+                _fail(sample, f"failed on sample {sample.index}: {_describe(error)}", name, on_error, error)
+                unscored.append(sample)
+                return
         sample.reward = _number(value, sample, name)
 
     try:
@@ -103,11 +113,17 @@ async def score_samples(
                 group.create_task(score(sample))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
-    return late
+    return unscored
 
 
 async def _score_together(
-    samples: Sequence[Sample], reward_fn: RewardFunction, name: str, timeout_s: float
+    samples: Sequence[Sample],
+    reward_fn: RewardFunction,
+    name: str,
+    timeout_s: float,
+    *,
+    on_timeout: Policy,
+    on_error: Policy,
 ) -> list[Sample]:
     if not samples:
         return []
@@ -115,11 +131,15 @@ async def _score_together(
         values = await asyncio.wait_for(_call(reward_fn, list(samples)), timeout_s * len(samples))
     except TimeoutError:
         for sample in samples:
-            _mark_late(sample, name, timeout_s * len(samples))
+            _fail(sample, f"took more than {timeout_s * len(samples):g} s on sample {sample.index}", name, on_timeout)
         return list(samples)
     except Exception as error:
-        first, last = samples[0].index, samples[-1].index
-        raise ValueError(f"reward function {name} failed on samples {first} to {last}: {_describe(error)}") from error
+        if on_error == "stop":
+            span = f"samples {samples[0].index} to {samples[-1].index}"
+            raise ValueError(f"reward function {name} failed on {span}: {_describe(error)}") from error
+        for sample in samples:
+            _fail(sample, f"failed on sample {sample.index}: {_describe(error)}", name, on_error, error)
+        return list(samples)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise ValueError(
             f"reward function {name} must return a list of {len(samples)} rewards, got {type(values).__name__}"
@@ -180,11 +200,19 @@ async def _call_in_thread(function: RewardFunction, argument: Any) -> Any:
     return await outcome
 
 
-def _mark_late(sample: Sample, name: str, timeout_s: float) -> None:
+def _fail(sample: Sample, what: str, name: str, policy: Policy, error: Exception | None = None) -> None:
+    """Leave a sample without a reward, or stop.
+
+    Raises:
+        ValueError: the policy is to stop.
+    """
+    reason = f"reward function {name} {what}"
+    if policy == "stop":
+        raise ValueError(reason) from error
     sample.reward = None
     sample.status = SampleStatus.FAILED
-    sample.metadata["failure"] = f"reward function {name} took more than {timeout_s:g} s"
-    logger.warning("sample %d: reward function %s took more than %g s; no reward", sample.index, name, timeout_s)
+    sample.metadata["failure"] = reason
+    logger.warning("%s; the sample is not trained on", reason)
 
 
 def _number(value: Any, sample: Sample, name: str) -> float:

@@ -286,6 +286,7 @@ class SGLangClient:
         world_size: int,
         group_name: str,
         backend: str,
+        timeout_s: float | None = None,
     ) -> None:
         """Join the trainer's weight group; the engine's tensor-parallel rank r becomes rank `rank_offset + r`.
 
@@ -299,7 +300,7 @@ class SGLangClient:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._post("/init_weights_update_group", body)
+        await self._post("/init_weights_update_group", body, timeout_s=timeout_s)
 
     async def destroy_weights_update_group(self, *, group_name: str) -> None:
         """Leave the weight group."""
@@ -353,12 +354,12 @@ class SGLangClient:
             body["weight_version"] = weight_version
         await self._post("/update_weights_from_disk", body)
 
-    async def checksums(self) -> list[RankChecksums]:
+    async def checksums(self, *, timeout_s: float | None = None) -> list[RankChecksums]:
         """Checksums of all parameters, one entry for each tensor-parallel rank.
 
         `miles.backends.weight_checksums.engine_checksums` computes the same from Hugging Face tensors.
         """
-        ranks = (await self._post("/weights_checker", {"action": "checksum"}))["ranks"]
+        ranks = (await self._post("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s))["ranks"]
         parsed = []
         for rank in ranks:
             place = rank["parallelism_info"][0]

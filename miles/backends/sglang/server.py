@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from miles.backends.sglang.client import SGLangClient
 from miles.backends.sglang.model_folder import check_model_folder
 from miles.backends.sglang.ports import ReservedPort, reserve_port
@@ -275,6 +277,13 @@ class SGLangServer:
     def is_alive(self) -> bool:
         """Whether the server's process runs; whether it answers is `SGLangClient.check_health`'s question."""
         return self._process is not None and self._process.poll() is None
+
+    def processes(self) -> list[int]:
+        """Ids of the server's own processes, without those that watch over it."""
+        if self._process is None:
+            return []
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        return [process.pid for process in below if str(_SUPERVISOR) not in process.cmdline()]
 
     def describe_exit(self) -> str | None:
         """One line on how a started server ended; None while it runs."""

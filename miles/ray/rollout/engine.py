@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from miles.backends.sglang.server import EngineStartError, SGLangServer
 from miles.config import Args
@@ -38,33 +39,85 @@ class RolloutEngine:
             ) from None
         return self._server.url
 
+    def restart(self) -> str:
+        """End the server, whatever state it is in, and start another; its URL. The weights are those of the model
+        folder again."""
+        self.stop()
+        return self.start()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every process of the server: a fault that tests ask for."""
+        assert self._server is not None
+        for pid in self._server.processes():
+            os.kill(pid, signum)
+
     def stop(self) -> None:
         """End the server."""
         if self._server is not None:
             self._server.stop()
 
 
-def create_engines(args: Args, placement: Placement) -> list[Any]:
-    """One engine on every `rollout_num_gpus_per_engine` devices of the rollout bundles; not started yet."""
-    bundles, size = placement.bundles["rollout"], args.rollout_num_gpus_per_engine
-    cluster = placement.cluster
-    engines = []
-    for number in range(len(bundles) // size):
-        mine = bundles[number * size : (number + 1) * size]
-        engines.append(
+class EngineGroup:
+    """All engines of a run: one on every `rollout_num_gpus_per_engine` devices of the rollout bundles."""
+
+    def __init__(self, args: Args, placement: Placement) -> None:
+        """Make the actors; the servers are not started yet.
+
+        Raises:
+            ValueError: the placement holds fewer devices than the engines of the run need.
+        """
+        size = args.rollout_num_gpus_per_engine
+        count = args.rollout_num_gpus // size
+        if len(placement.bundles["rollout"]) < count * size:
+            raise ValueError(
+                f"{count} engines of {size} devices were asked for, {len(placement.bundles['rollout'])} devices are "
+                "reserved for them"
+            )
+        self._args, self._placement = args, placement
+        self.actors = [self._create(number) for number in range(count)]
+        self.num_restarts = 0
+
+    def _create(self, number: int) -> Any:
+        size = self._args.rollout_num_gpus_per_engine
+        mine = self._placement.bundles["rollout"][number * size : (number + 1) * size]
+        cluster = self._placement.cluster
+        return (
             ray.remote(RolloutEngine)
             .options(
-                scheduling_strategy=placement.strategy(mine[0]),
+                scheduling_strategy=self._placement.strategy(mine[0]),
                 # The bundles hold the devices; Ray would hide all GPUs but the first bundle's from this process.
                 runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
                 num_cpus=0,
             )
             .remote(
-                args,
+                self._args,
                 number,
                 cluster.device_kind,
                 [bundle.gpu_id for bundle in mine if bundle.gpu_id is not None],
                 cluster.single_machine,
             )
         )
-    return engines
+
+    async def restart(self, number: int, reason: str) -> str:
+        """A new server in place of a lost one; its URL.
+
+        Raises:
+            RuntimeError: the run has had as many restarts as it may have.
+            ValueError: the new server did not start.
+        """
+        if self.num_restarts >= self._args.sglang_max_restarts:
+            raise RuntimeError(
+                f"engine {number} is lost ({reason}) after {self.num_restarts} restarts of engines, and "
+                f"--sglang-max-restarts is {self._args.sglang_max_restarts}"
+            )
+        self.num_restarts += 1
+        try:
+            return await self.actors[number].restart.remote()
+        except RayActorError:
+            self.actors[number] = self._create(number)
+            return await self.actors[number].start.remote()
+
+
+def create_engines(args: Args, placement: Placement) -> list[Any]:
+    """The engines' actors, for programs that never replace one."""
+    return EngineGroup(args, placement).actors

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,27 @@ import ray
 
 from miles.backends.sglang.client import SGLangClient
 from miles.config import Args
+from miles.config.eval_sets import EvalSet, Sampling
 from miles.contracts.publish import publish_bytes
 from miles.data.batch import samples_to_batch
-from miles.data.prompts import PromptRow, PromptSource
-from miles.data.sample import TRAINABLE_STATUSES, Sample, SampleStatus
+from miles.data.prompts import PromptSource
+from miles.data.sample import TRAINABLE_STATUSES, Sample, SampleStatus, read_samples
 from miles.reporting.wilson import wilson_interval
+from miles.rollout.engine_pool import EnginePool, LostEngine
 from miles.rollout.generation import generate_samples
+from miles.rollout.groups import GroupSource, collect_groups, sample_of
 from miles.rollout.rewards import load_function, score_samples
 from miles.utils.logging_utils import configure_logger
 
 logger = logging.getLogger(__name__)
 
 _EVAL_ID = -1
-"""Takes the place of the rollout id in the seeds of evaluation samples, so that every evaluation draws the same."""
+"""Takes the place of the rollout id in the seeds of the first evaluation set's samples, so that every evaluation draws
+the same; the sets after it count down."""
 
 
 class RolloutManager:
-    """Turns prompts into scored samples.
+    """Turns prompts into scored samples, or reads those that an earlier run kept (`--load-rollouts`).
 
     Order and seeds of the samples follow from `rollout_seed`, the rollout id and a sample's index alone, so a resumed
     run sees what the interrupted one would have seen.
@@ -38,32 +43,44 @@ class RolloutManager:
         configure_logger(args, source="rollout")
         self._args = args
         self._engines = engines
-        self._clients: list[SGLangClient] = []
+        self._first_finished: dict[int, asyncio.Event] = {}
 
     async def start(self) -> list[str]:
         """Read prompts, tokenizer and reward function, start the engines (all at once); their URLs.
 
         Raises:
-            ValueError: a file, the tokenizer or the reward function is unusable, or an engine did not start.
+            ValueError: a file, the tokenizer or a function is unusable, a prompt is too long, or an engine did not
+            start.
         """
         args = self._args
+        if args.load_rollouts is not None:
+            self._check_kept_rollouts(Path(args.load_rollouts))
+            return []
         starting = [engine.start.remote() for engine in self._engines]
         from transformers import AutoTokenizer
 
-        assert args.custom_rm_path is not None and args.hf_checkpoint is not None
+        assert args.custom_rm_path is not None and args.hf_checkpoint is not None and args.prompt_data is not None
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self._reward = load_function(args.custom_rm_path)
-        self._prompts = self._source(args.prompt_data, shuffle=args.rollout_shuffle)
-        self._eval_prompts = None if not args.eval_prompt_data else self._source(args.eval_sets()[0].path)
-        urls = list(await asyncio.gather(*starting))
-        vocab_size = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["vocab_size"]
-        self._clients = [
-            SGLangClient(url, timeout_s=args.sglang_request_timeout_s, vocab_size=vocab_size) for url in urls
+        filter_path = args.dynamic_sampling_filter_path
+        self._keep = None if filter_path is None else load_function(filter_path)
+        limit = _prompt_limit(args, config, args.rollout_max_response_len)
+        prompts = self._prompts(args.prompt_data, limit, shuffle=args.rollout_shuffle)
+        self._source = GroupSource(prompts, samples_per_prompt=args.n_samples_per_prompt)
+        self._eval_sets = [
+            (one, self._prompts(one.path, _prompt_limit(args, config, one.sampling.max_response_len)))
+            for one in args.eval_sets()
         ]
+        urls = list(await asyncio.gather(*starting))
+        self._vocab_size = config["vocab_size"]
+        self._pool = EnginePool([self._client(url) for url in urls], health_timeout_s=args.sglang_health_timeout_s)
         return urls
 
-    def _source(self, path: str | None, *, shuffle: bool = False) -> PromptSource:
-        assert path is not None
+    def _client(self, url: str) -> SGLangClient:
+        return SGLangClient(url, timeout_s=self._args.sglang_request_timeout_s, vocab_size=self._vocab_size)
+
+    def _prompts(self, path: str, limit: int | None, *, shuffle: bool = False) -> PromptSource:
         args = self._args
         return PromptSource(
             path,
@@ -72,122 +89,259 @@ class RolloutManager:
             label_key=args.label_key,
             metadata_key=args.metadata_key,
             apply_chat_template=args.apply_chat_template,
-            max_prompt_len=args.rollout_max_prompt_len,
+            max_prompt_len=limit,
+            overlong=args.overlong_prompts,
             shuffle=shuffle,
             seed=args.rollout_seed,
         )
 
     async def stop(self) -> None:
         """Close connections and end the servers."""
-        for client in self._clients:
-            await client.close()
+        if self._args.load_rollouts is None:
+            await self._pool.close()
         for engine in self._engines:
             await engine.stop.remote()
+
+    # ---------------------------------------------------------------- lost engines
+
+    async def next_lost_engine(self) -> LostEngine:
+        """The next engine that is lost; the caller replaces it and says `engine_restored`, or `give_up_engine`."""
+        return await self._pool.next_lost()
+
+    async def engine_restored(self, number: int, url: str, engine: Any) -> None:
+        """Engine `number` is now the server at `url`, kept by the Ray actor `engine`; it has the current weights."""
+        self._engines[number] = engine
+        await self._pool.restored(number, self._client(url))
+
+    def give_up_engine(self, number: int, reason: str) -> None:
+        """Engine `number` will not come back: its requests fail."""
+        self._pool.engines[number].give_up(reason)
+
+    async def first_finished(self, rollout_id: int) -> None:
+        """Wait until the first sample of a rollout is finished."""
+        await self._finished_event(rollout_id).wait()
+
+    def _finished_event(self, rollout_id: int) -> asyncio.Event:
+        return self._first_finished.setdefault(rollout_id, asyncio.Event())
 
     # ---------------------------------------------------------------- samples
 
     async def generate(self, rollout_id: int) -> dict[str, Any]:
-        """Sample and score one rollout; keep it in the run folder.
+        """Sample and score one rollout and keep it in the run folder; or read it where rollouts are loaded.
 
         Returns:
-            "batch": the column batch; "metrics": figures by their stable names; "state": the prompt source after it.
+            "batch": the column batch; "metrics": figures by their stable names.
 
         Raises:
             ValueError: a reward that is none, a prompt that does not fit.
-            RuntimeError: an engine that died, or samples that did not finish.
+            RuntimeError: an engine that died and is not replaced, or samples that did not finish.
         """
+        if self._args.load_rollouts is not None:
+            samples = self._kept_rollout(Path(self._args.load_rollouts), rollout_id)
+            return {"batch": samples_to_batch(samples), "metrics": _rollout_metrics(samples)}
+        samples, metrics = await self._sample_rollout(rollout_id)
+        self._keep_samples(samples, rollout_id)
+        return {"batch": samples_to_batch(samples), "metrics": metrics}
+
+    async def _sample_rollout(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
         args = self._args
-        assert args.rollout_batch_size is not None
-        rows = self._prompts.get(args.rollout_batch_size)
-        first_group = rollout_id * args.rollout_batch_size
-        samples = [
-            _sample(row, index=(first_group + group) * args.n_samples_per_prompt + member, group=first_group + group)
-            for group, (_, row) in enumerate(rows)
-            for member in range(args.n_samples_per_prompt)
-        ]
-        started = time.monotonic()
-        await self._run(samples, rollout_id=rollout_id, temperature=args.rollout_temperature)
+        assert args.rollout_batch_size is not None and args.over_sampling_batch_size is not None
+        assert args.dynamic_sampling_max_replacements is not None
+        started, busy_before = time.monotonic(), self._pool.busy_seconds()
+        resent_before = self._num_resent()
+        sampled_tokens = 0
+
+        async def sample(samples: list[Sample]) -> None:
+            nonlocal sampled_tokens
+            await self._run(samples, rollout_id=rollout_id)
+            sampled_tokens += sum(one.response_length for one in samples)
+
+        collected = await collect_groups(
+            self._source,
+            sample,
+            rollout_id=rollout_id,
+            wanted=args.rollout_batch_size,
+            at_first=args.over_sampling_batch_size,
+            keep=self._keep,
+            max_replacements=args.dynamic_sampling_max_replacements,
+        )
         seconds = time.monotonic() - started
-        unfinished = [sample for sample in samples if sample.status not in TRAINABLE_STATUSES]
+        samples = [member for group in collected.groups for member in group]
+        unfinished = [one for one in samples if one.status not in TRAINABLE_STATUSES | {SampleStatus.FAILED}]
         if unfinished:
             raise RuntimeError(
                 f"rollout {rollout_id}: {len(unfinished)} of {len(samples)} samples did not finish; "
                 f"sample {unfinished[0].index} is {unfinished[0].status.value}"
             )
-        self._keep(samples, rollout_id)
-        lengths = [sample.response_length for sample in samples]
-        rewards = [float(sample.reward or 0.0) for sample in samples]
+        busy = [after - before for after, before in zip(self._pool.busy_seconds(), busy_before, strict=True)]
         metrics = {
-            "rollout/reward_mean": float(np.mean(rewards)),
-            "rollout/response_length_mean": float(np.mean(lengths)),
-            "rollout/truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
-            "rollout/count": len(samples),
-            "rollout/tokens_per_s": sum(lengths) / seconds,
+            **_rollout_metrics(samples),
+            "rollout/tokens_per_s": sampled_tokens / seconds,
+            "rollout/engine_idle_fraction": 1.0 - float(np.mean(busy)) / seconds,
         }
-        return {"batch": samples_to_batch(samples), "metrics": metrics, "state": self._prompts.state_dict()}
+        if self._keep is not None:
+            metrics["rollout/groups_sampled"] = collected.num_sampled
+            metrics["rollout/groups_filtered"] = collected.num_filtered
+            metrics["rollout/groups_left_over"] = collected.num_left_over
+        if resent := self._num_resent() - resent_before:
+            metrics["rollout/requests_resent"] = resent
+        return samples, metrics
+
+    def _num_resent(self) -> int:
+        return sum(engine.num_resent for engine in self._pool.engines)
 
     async def evaluate(self) -> dict[str, float]:
-        """Accuracy on the held-out prompts (share of samples with reward 1) with its Wilson interval."""
-        args = self._args
-        assert self._eval_prompts is not None
-        count = min(len(self._eval_prompts), args.eval_max_prompts or len(self._eval_prompts))
-        samples = [
-            _sample(self._eval_prompts[row], index=row * args.n_samples_per_eval_prompt + member, group=row)
-            for row in range(count)
-            for member in range(args.n_samples_per_eval_prompt)
-        ]
-        await self._run(samples, rollout_id=_EVAL_ID, temperature=args.eval_temperature)
-        right = sum(sample.reward == 1.0 for sample in samples)
-        low, high = wilson_interval(right, len(samples))
-        return {
-            "eval/accuracy": right / len(samples),
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/count": len(samples),
-            "eval/reward_mean": float(np.mean([sample.reward or 0.0 for sample in samples])),
-            "eval/truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
-        }
+        """Accuracy of every held-out set (share of samples with reward 1) with its Wilson interval, and more."""
+        figures: dict[str, float] = {}
+        # One set after the other: requests that run together should agree in how they are sampled.
+        for number, (one, prompts) in enumerate(self._eval_sets):
+            count = min(len(prompts), one.sampling.max_prompts or len(prompts))
+            samples = [
+                sample_of(
+                    prompts[row], index=row * one.sampling.n_samples + member, group=row, rollout_id=_EVAL_ID - number
+                )
+                for row in range(count)
+                for member in range(one.sampling.n_samples)
+            ]
+            await self._run(samples, rollout_id=_EVAL_ID - number, sampling=one.sampling)
+            figures |= _eval_metrics(one, samples)
+        return figures
 
-    async def _run(self, samples: list[Sample], *, rollout_id: int, temperature: float) -> None:
+    async def _run(self, samples: list[Sample], *, rollout_id: int, sampling: Sampling | None = None) -> None:
+        """Generate and score, in place."""
         args = self._args
-        for sample in samples:
-            sample.rollout_id = rollout_id
+        own = {}
+        if sampling is not None:
+            own = {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_response_len,
+            }
+
+        def progress(*, done: int, total: int, tokens: int) -> None:
+            if done == 1:
+                self._finished_event(rollout_id).set()
+
         await generate_samples(
-            samples, clients=self._clients, args=args, rollout_id=rollout_id, temperature=temperature
+            samples, clients=self._pool.engines, args=args, rollout_id=rollout_id, progress=progress, **own
         )
         for sample in samples:
             sample.response = self._tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
         finished = [sample for sample in samples if sample.status in TRAINABLE_STATUSES]
-        await score_samples(finished, reward_fn=self._reward, timeout_s=args.rm_timeout_s)
+        await score_samples(
+            finished,
+            reward_fn=self._reward,
+            timeout_s=args.rm_timeout_s,
+            concurrency=args.rm_concurrency,
+            on_timeout=args.rm_on_timeout,
+            on_error=args.rm_on_error,
+        )
 
-    def _keep(self, samples: list[Sample], rollout_id: int) -> None:
+    # ---------------------------------------------------------------- kept rollouts
+
+    def _keep_samples(self, samples: list[Sample], rollout_id: int) -> None:
         if self._args.run_dir is None:
             return
         folder = Path(self._args.run_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(sample.to_dict()) + "\n" for sample in samples)
-        publish_bytes(folder / f"rollout_{rollout_id:06d}.jsonl", lines.encode())
+        publish_bytes(_rollout_file(folder, rollout_id), lines.encode())
+
+    def _check_kept_rollouts(self, folder: Path) -> None:
+        args = self._args
+        assert args.num_rollout is not None
+        for rollout_id in range(args.num_rollout):
+            if not _rollout_file(folder, rollout_id).is_file():
+                raise ValueError(
+                    f"--load-rollouts {folder}: no {_rollout_file(folder, rollout_id).name}, which --num-rollout "
+                    f"{args.num_rollout} needs"
+                )
+
+    def _kept_rollout(self, folder: Path, rollout_id: int) -> list[Sample]:
+        args = self._args
+        path = _rollout_file(folder, rollout_id)
+        samples = read_samples(path)
+        assert args.rollout_batch_size is not None
+        expected = args.rollout_batch_size * args.n_samples_per_prompt
+        if not args.use_dynamic_global_batch_size and len(samples) != expected:
+            raise ValueError(
+                f"{path}: {len(samples)} samples, --rollout-batch-size {args.rollout_batch_size} x "
+                f"--n-samples-per-prompt {args.n_samples_per_prompt} is {expected}"
+            )
+        return samples
 
     # ---------------------------------------------------------------- resuming
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of the rollout side: where the prompts stand, and sampled groups left over."""
+        return {} if self._args.load_rollouts is not None else self._source.state_dict()
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue the prompt source where `state` stood."""
-        self._prompts.load_state_dict(state)
+        """Continue where `state` was taken."""
+        if self._args.load_rollouts is None:
+            self._source.load_state_dict(state)
 
 
-def _sample(row: PromptRow, *, index: int, group: int) -> Sample:
-    return Sample(
-        index=index,
-        group_index=group,
-        rollout_id=0,
-        prompt=row.prompt,
-        tokens=list(row.tokens),
-        label=row.label,
-        metadata=dict(row.metadata or {}),
-    )
+def _rollout_file(folder: Path, rollout_id: int) -> Path:
+    return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
-def _share(samples: list[Sample], status: SampleStatus) -> float:
+def _prompt_limit(args: Args, config: dict[str, Any], max_response_len: int | None) -> int | None:
+    """Longest prompt that leaves room for a response in the model, the engine's cache and a micro-batch."""
+    assert max_response_len is not None
+    rooms = [config.get("max_position_embeddings"), args.sglang_max_total_tokens, args.max_tokens_per_gpu]
+    limits = [room - max_response_len for room in rooms if room is not None]
+    if args.rollout_max_prompt_len is not None:
+        limits.append(args.rollout_max_prompt_len)
+    return min(limits)
+
+
+def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = np.array([sample.response_length for sample in samples])
+    scored = [sample for sample in samples if sample.reward is not None]
+    if not scored:
+        raise RuntimeError(f"no sample of {len(samples)} has a reward; the warnings above name the reason")
+    rewards = np.array([sample.reward for sample in scored], dtype=np.float64)
+    groups: dict[int, list[float]] = {}
+    for sample in scored:
+        groups.setdefault(sample.group_index, []).append(float(sample.reward or 0.0))
+    newest = max((int(version) for s in samples for version in s.weight_versions if version.isdigit()), default=0)
+    metrics = {
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/reward_min": float(rewards.min()),
+        "rollout/reward_max": float(rewards.max()),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": int(lengths.max()),
+        "rollout/truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
+        "rollout/count": len(samples),
+        "rollout/unscored": len(samples) - len(scored),
+        "rollout/stale_fraction": float(
+            np.mean([any(v.isdigit() and int(v) < newest for v in s.weight_versions) for s in samples])
+        ),
+    }
+    if len(groups) < len(scored):
+        metrics["rollout/equal_reward_groups"] = float(np.mean([len(set(group)) == 1 for group in groups.values()]))
+    return metrics
+
+
+def _eval_metrics(one: EvalSet, samples: Sequence[Sample]) -> dict[str, float]:
+    right = sum(sample.reward == 1.0 for sample in samples)
+    low, high = wilson_interval(right, len(samples))
+    figures = {
+        "accuracy": right / len(samples),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "count": len(samples),
+        "reward_mean": float(np.mean([sample.reward or 0.0 for sample in samples])),
+        "response_length_mean": float(np.mean([sample.response_length for sample in samples])),
+        "truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
+    }
+    return {one.metric(name): value for name, value in figures.items()}
+
+
+def _share(samples: Sequence[Sample], status: SampleStatus) -> float:
     return sum(sample.status is status for sample in samples) / len(samples)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import miles
-from miles.config.args import Args, Entry
-from miles.config.files import config_yaml
+from miles.config.args import Args, Entry, refuse_unknown_fields
+from miles.config.files import config_yaml, read_config_file
 from miles.contracts.chain import RUN_RECORD_NAME, write_run_record
 from miles.contracts.publish import publish_bytes
 from miles.utils.audit_utils.process_identity import MainProcessIdentity
@@ -60,6 +60,47 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     except OSError as error:
         raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
     return folder
+
+
+_FREE_TO_CHANGE = frozenset(
+    {
+        *("resume", "run_dir", "canary_one_step", "config", "print_config", "allow_config_change", "fault_injection"),
+        *("log_level", "tensorboard", "use_wandb", "save_interval", "max_restarts", "check_weight_sync"),
+        *("sglang_server_timeout_s", "sglang_request_timeout_s", "sglang_health_timeout_s", "sglang_max_restarts"),
+        *("sglang_port_base", "rm_concurrency"),
+    }
+)
+"""Settings that no figure of a run follows from."""
+
+
+def refuse_changed_config(args: Args) -> None:
+    """Compare the settings with those that the run in `args.run_dir` began with, before they are replaced.
+
+    How many rollouts there are is free as long as the learning rate does not decay over them.
+
+    Raises:
+        ValueError: a line for each setting that differs and is not in `allow_config_change`; or a name there that is
+            no setting.
+    """
+    assert args.run_dir is not None
+    refuse_unknown_fields(args.allow_config_change)
+    path = Path(args.run_dir) / CONFIG_FILE
+    if not path.is_file():
+        return
+    began, _ = read_config_file(str(path))
+    now = args.model_dump(mode="json")
+    free = _FREE_TO_CHANGE | set(args.allow_config_change)
+    if args.lr_decay_style == "constant" or args.lr_decay_iters is not None:
+        free |= {"num_rollout"}
+    lines = [
+        f"--resume: {field} is {now[field]!r}, the run began with {began[field]!r}; give it that again, or pass "
+        f"--allow-config-change {field}"
+        for field in now
+        # A setting that the run's own version of miles did not have says nothing.
+        if field in began and field not in free and now[field] != began[field]
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 def read_run_json(run_dir: str | Path) -> dict[str, Any]:

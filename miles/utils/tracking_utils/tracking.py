@@ -30,14 +30,24 @@ class Tracker:
     def __init__(self, args: Args, *, resume_step: int | None = None) -> None:
         if args.run_dir is None:
             raise ValueError("--run-dir is needed to write metrics")
-        folder = Path(args.run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
+        self._args, self._folder = args, Path(args.run_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._open(resume_step)
+        self._wandb = _wandb_run(args) if args.use_wandb else None
+
+    def _open(self, resume_step: int | None) -> None:
+        path = self._folder / METRICS_FILE
         if resume_step is not None:
             drop_steps_from(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = _tensorboard_writer(folder, resume_step) if args.tensorboard else None
-        self._wandb = _wandb_run(args) if args.use_wandb else None
+        self._tensorboard = _tensorboard_writer(self._folder, resume_step) if self._args.tensorboard else None
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of `step` and later: the work that they describe is done again."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        self._open(step)
 
     def log(self, step: int, stage: str, metrics: Mapping[str, Any]) -> None:
         """Write one line.

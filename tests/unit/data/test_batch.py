@@ -105,7 +105,6 @@ def test_samples_to_batch_columns_follow_the_samples():
     ("changes", "message"),
     [
         ({"status": SampleStatus.ABORTED, "reward": None}, "sample 5 is aborted"),
-        ({"status": SampleStatus.FAILED}, "sample 5 is failed"),
         ({"status": SampleStatus.PENDING}, "sample 5 is pending"),
         ({"reward": None}, "reward of sample 5 is None"),
         ({"reward": math.nan}, "reward of sample 5 is nan"),
@@ -117,6 +116,12 @@ def test_samples_to_batch_unfit_sample_refused_by_index(changes, message):
     # faults.md row 24
     with pytest.raises(ValueError, match=message):
         samples_to_batch([finished(1), finished(5, **changes)])
+
+
+def test_samples_to_batch_failed_sample_keeps_its_row_and_trains_nothing():
+    batch = samples_to_batch([finished(1), finished(5, status=SampleStatus.FAILED, reward=None)])
+    assert batch["loss_masks"][1] == [0, 0]
+    assert batch["rewards"] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [1, 0.5, True, np.float32(0.5), np.int64(1)])

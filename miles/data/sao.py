@@ -1,0 +1,148 @@
+"""What a batch must be before SAO trains on it, and the columns of compacted trajectories.
+
+(arXiv 2607.07508, 2607.05378)
+With compaction a trajectory comes in segments, rows of their own: execution, summary, execution, ..., execution. All
+share one reward and count their trainable tokens together.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from miles.algorithms.gae import compaction_token_counts
+from miles.data.sample import Sample
+
+COMPACTION_COLUMNS = (
+    "compaction_trajectory_ids",
+    "compaction_segment_indices",
+    "compaction_segment_types",
+    "compaction_subsequent_active_tokens",
+    "compaction_trajectory_active_tokens",
+)
+_REQUIRED = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
+_SCHEMA_VERSION = 1
+
+
+def compaction_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The compaction columns of samples whose metadata tells of segments; none where no sample's does.
+
+    Raises:
+        ValueError: some samples are segments and some are not, or a segment's metadata misses a key.
+    """
+    segments = [sample for sample in samples if "compaction_trajectory_id" in sample.metadata]
+    if not segments:
+        return {}
+    for sample in samples:
+        keys = ("compaction_trajectory_id", "compaction_segment_index", "compaction_segment_type")
+        if missing := [key for key in keys if key not in sample.metadata]:
+            raise ValueError(
+                f"sample {sample.index}: its batch has compacted segments, it misses {', '.join(missing)}"
+            )
+        version = sample.metadata.get("compaction_schema_version", _SCHEMA_VERSION)
+        if version != _SCHEMA_VERSION:
+            raise ValueError(f"sample {sample.index}: compaction_schema_version {version}, expected {_SCHEMA_VERSION}")
+    ids = [sample.metadata["compaction_trajectory_id"] for sample in samples]
+    indices = [int(sample.metadata["compaction_segment_index"]) for sample in samples]
+    subsequent, totals = compaction_token_counts(
+        trajectory_ids=ids, segment_indices=indices, loss_masks=[sample.loss_mask for sample in samples]
+    )
+    types = [sample.metadata["compaction_segment_type"] for sample in samples]
+    return dict(zip(COMPACTION_COLUMNS, (ids, indices, types, subsequent, totals), strict=True))
+
+
+def validate_sao_train_data(
+    batch: Mapping[str, Any], *, compaction: bool, calculate_per_token_loss: bool = True
+) -> dict[str, int]:
+    """Check a rollout's columns before the first update.
+
+    Returns:
+        {"samples", "response_tokens", "active_action_tokens"}.
+
+    Raises:
+        ValueError: naming the column, the row and what was expected.
+    """
+    required = _REQUIRED + (COMPACTION_COLUMNS if compaction else ())
+    if missing := sorted(set(required) - set(batch)):
+        raise ValueError(f"missing required fields: {', '.join(missing)}")
+    if compaction and not calculate_per_token_loss:
+        raise ValueError("compaction needs one token normaliser over the batch: --loss-agg-mode token-mean")
+    count = len(batch["tokens"])
+    if count < 1:
+        raise ValueError("SAO needs at least one sample")
+    for name in required:
+        if len(batch[name]) != count:
+            raise ValueError(f"{name} has {len(batch[name])} rows, tokens has {count}")
+    active = [_check_row(batch, row) for row in range(count)]
+    if sum(active) < 1:
+        raise ValueError("SAO needs at least one active action token: every loss mask is zero")
+    if compaction:
+        _check_compaction(batch, active)
+    return {
+        "samples": count,
+        "response_tokens": int(sum(batch["response_lengths"])),
+        "active_action_tokens": sum(active),
+    }
+
+
+def _check_row(batch: Mapping[str, Any], row: int) -> int:
+    """Check one row; its active tokens."""
+    length = batch["response_lengths"][row]
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length <= 0:
+        raise ValueError(f"response_lengths of row {row} is {length!r}, expected an integer above 0")
+    if len(batch["tokens"][row]) < length:
+        raise ValueError(f"row {row}: {len(batch['tokens'][row])} tokens for a response of {length}")
+    mask, log_probs = (np.asarray(batch[name][row]) for name in ("loss_masks", "rollout_log_probs"))
+    for name, numbers in (("loss_masks", mask), ("rollout_log_probs", log_probs)):
+        if numbers.shape != (length,):
+            raise ValueError(f"{name} of row {row} has shape {numbers.shape}, expected {length} entries")
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"loss_masks of row {row} must be 0 or 1")
+    reward = batch["rewards"][row]
+    if not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):
+        raise ValueError(f"rewards of row {row} is {reward!r}, expected a finite number")
+    if not np.isfinite(log_probs).all():
+        raise ValueError(f"rollout_log_probs of row {row} are not finite")
+    return int(np.count_nonzero(mask))
+
+
+def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
+    ids, indices, types, future, totals = (batch[name] for name in COMPACTION_COLUMNS)
+    trajectories: dict[Hashable, list[int]] = {}
+    for row, trajectory in enumerate(ids):
+        if trajectory is None or trajectory == "":
+            raise ValueError(f"compaction_trajectory_ids of row {row} is empty")
+        if not _is_count(indices[row]):
+            raise ValueError(f"compaction_segment_indices of row {row} is {indices[row]!r}, expected an integer >= 0")
+        if types[row] not in ("execution", "summary"):
+            raise ValueError(f"compaction_segment_types of row {row} is {types[row]!r}, expected execution or summary")
+        if not _is_count(future[row]):
+            raise ValueError(f"compaction_subsequent_active_tokens of row {row} is {future[row]!r}, expected >= 0")
+        if not _is_count(totals[row]) or totals[row] < 1:
+            raise ValueError(f"compaction_trajectory_active_tokens of row {row} is {totals[row]!r}, expected above 0")
+        trajectories.setdefault(trajectory, []).append(row)
+    for trajectory, unsorted in trajectories.items():
+        rows = sorted(unsorted, key=lambda row: indices[row])
+        expected = ["summary" if number % 2 else "execution" for number in range(len(rows))]
+        in_order = [indices[row] for row in rows] == list(range(len(rows)))
+        if not in_order or [types[row] for row in rows] != expected or expected[-1] != "execution":
+            raise ValueError(f"trajectory {trajectory}: invalid segment sequence")
+        if len({float(batch["rewards"][row]) for row in rows}) != 1:
+            raise ValueError(f"trajectory {trajectory}: its segments must share one reward")
+        total = sum(active[row] for row in rows)
+        later = total
+        for row in rows:
+            later -= active[row]
+            if future[row] != later:
+                raise ValueError(
+                    f"trajectory {trajectory}: invalid future-token count {future[row]}, expected {later}"
+                )
+            if totals[row] != total:
+                raise ValueError(
+                    f"trajectory {trajectory}: invalid trajectory-token count {totals[row]}, expected {total}"
+                )
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number >= 0

@@ -1,0 +1,76 @@
+"""From settings to advantages: the estimator of a run, and the KL penalty of its tokens."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles.algorithms.advantages import compute_advantages_and_returns, resolve_advantage_estimator
+from miles.algorithms.kl import kl_estimate
+from miles.config import Args
+from miles.config.choices import is_hook
+from miles.data.batch import select_rows
+from miles.rollout.rewards import load_function
+
+
+class Advantages:
+    """The advantage estimator that `args` name."""
+
+    def __init__(self, args: Args) -> None:
+        """Load a function of the user's.
+
+        Raises:
+            ValueError: it cannot be loaded, or needs what the run has not.
+        """
+        name = args.advantage_estimator
+        self._args = args
+        self._estimator = load_function(name) if is_hook(name) else name
+        facts = resolve_advantage_estimator(self._estimator)
+        if facts.needs_values and not args.has_critic:
+            raise ValueError(f"--advantage-estimator {name} needs a critic: --use-critic")
+        if facts.needs_groups and args.n_samples_per_prompt < 2:
+            raise ValueError(f"--advantage-estimator {name} needs --n-samples-per-prompt of at least 2")
+
+    def __call__(self, batch: dict[str, Any], *, kl_coef: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Advantages and value targets of every row, float32 [response_length] each.
+
+        Rows without a trainable token, those of samples that got no reward, count in no statistic and get zeros.
+        """
+        args = self._args
+        rows = [row for row, mask in enumerate(batch["loss_masks"]) if any(mask)]
+        if not rows:
+            raise ValueError("no sample of the rollout has a trainable token")
+        whole = len(rows) == len(batch["loss_masks"])
+        found = compute_advantages_and_returns(
+            batch if whole else select_rows(batch, rows),
+            estimator=self._estimator,
+            gamma=args.gamma,
+            lam=args.lambd,
+            critic_lam=args.critic_lambd,
+            normalize=args.normalize_advantages,
+            kl_coef=kl_coef,
+            adaptive_mode=args.gae_adaptive_mode,
+            adaptive_alpha=args.gae_adaptive_alpha,
+            adaptive_min_length=args.gae_adaptive_min_length,
+        )
+        if whole:
+            return found
+        advantages, returns = (
+            [np.zeros(length, dtype=np.float32) for length in batch["response_lengths"]] for _ in range(2)
+        )
+        for row, advantage, target in zip(rows, *found, strict=True):
+            advantages[row], returns[row] = advantage, target
+        return advantages, returns
+
+    def penalty(self, batch: dict[str, Any]) -> list[np.ndarray]:
+        """KL of the old policy to the reference at each token, float32 [response_length] a row, 0 outside the mask."""
+        columns = zip(batch["old_log_probs"], batch["ref_log_probs"], batch["loss_masks"], strict=True)
+        return [
+            kl_estimate(
+                log_probs=torch.as_tensor(np.asarray(old, dtype=np.float32)),
+                ref_log_probs=torch.as_tensor(np.asarray(reference, dtype=np.float32)),
+                loss_mask=torch.as_tensor(np.asarray(mask)),
+                kind=self._args.kl_loss_type,
+            ).numpy()
+            for old, reference, mask in columns
+        ]
