@@ -24,11 +24,16 @@ def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def _read(logits_SV: torch.Tensor, rows: slice | torch.Tensor, columns: int, scale: float) -> torch.Tensor:
-    """A chunk's logits of real columns over the temperature, a fresh tensor in at least fp32."""
+def _read(logits_SV: torch.Tensor, rows: slice | torch.Tensor, columns: int) -> torch.Tensor:
+    """A chunk's logits of real columns, a fresh tensor in at least fp32."""
     chunk = logits_SV[rows, :columns]
-    fresh = chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=isinstance(rows, slice))
-    return fresh if scale == 1.0 else fresh.mul_(scale)
+    return chunk.to(torch.promote_types(chunk.dtype, torch.float32), copy=isinstance(rows, slice))
+
+
+def _shift_and_scale_(z_CV: torch.Tensor, offset_C: torch.Tensor, scale: float) -> torch.Tensor:
+    """(z - offset) * scale in place; in this order what rounding takes from large logits is not scaled up."""
+    z_CV.sub_(offset_C[:, None])
+    return z_CV if scale == 1.0 else z_CV.mul_(scale)
 
 
 class _LogProbEntropy(torch.autograd.Function):
@@ -53,15 +58,13 @@ class _LogProbEntropy(torch.autograd.Function):
         local_T = targets_T - first_column
         index_T = torch.where((local_T >= 0) & (local_T < columns), local_T, -1)
         max_T = logits_SV.new_full((num_tokens,), -torch.inf, dtype=dtype)
-        # per token: sum of exp(z - max), the target's z - max where it is ours, sum of exp(z - max) (z - max)
+        # with y = (z - max) / temperature, per token: sum of exp(y), the target's y where it is ours, sum of exp(y) y
         sums_3T = logits_SV.new_zeros((3, num_tokens), dtype=dtype)
         for part in _chunks(num_tokens, chunk_tokens) if columns else ():
-            z_CV = _read(logits_SV, part if positions_T is None else positions_T[part], columns, scale)
-            max_C = z_CV.amax(dim=1)
-            max_T[part] = max_C
-            index_C = index_T[part]
-            sums_3T[1, part] = z_CV.gather(1, index_C.clamp(min=0)[:, None]).squeeze(1)
-            z_CV.sub_(max_C[:, None])
+            z_CV = _read(logits_SV, part if positions_T is None else positions_T[part], columns)
+            max_T[part] = z_CV.amax(dim=1)
+            sums_3T[1, part] = z_CV.gather(1, index_T[part].clamp(min=0)[:, None]).squeeze(1)
+            _shift_and_scale_(z_CV, max_T[part], scale)
             if with_entropy:
                 shifted_CV = z_CV.clamp_(min=_MIN_SHIFTED)
                 exp_CV = shifted_CV.exp()
@@ -73,17 +76,17 @@ class _LogProbEntropy(torch.autograd.Function):
             local_max_T = max_T.clone()
             dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
             # a rank that holds nothing but padding has no maximum, and adds zeros
-            drop_T = (local_max_T - max_T).clamp(min=_MIN_SHIFTED)
+            drop_T = ((local_max_T - max_T) * scale).clamp(min=_MIN_SHIFTED)
             sums_3T[2].addcmul_(drop_T, sums_3T[0]).mul_(drop_T.exp())
             sums_3T[0].mul_(drop_T.exp())
-        sums_3T[1] = torch.where(index_T >= 0, sums_3T[1] - max_T, 0.0)
+        sums_3T[1] = torch.where(index_T >= 0, (sums_3T[1] - max_T) * scale, 0.0)
         if group is not None:
             dist.all_reduce(sums_3T, group=group)
         log_sum_T = sums_3T[0].log()
         log_prob_T = sums_3T[1] - log_sum_T
-        # H = log Z - E[z], with z the logits minus their maximum
+        # H = log Z - E[y]
         entropy_T = log_sum_T - sums_3T[2] / sums_3T[0] if with_entropy else torch.zeros_like(log_prob_T)
-        ctx.save_for_backward(logits_SV, positions_T, max_T + log_sum_T, index_T, entropy_T)
+        ctx.save_for_backward(logits_SV, positions_T, max_T + log_sum_T / scale, index_T, entropy_T)
         ctx.columns, ctx.scale, ctx.chunk_tokens, ctx.reuse_logits = columns, scale, chunk_tokens, reuse_logits
         ctx.consumed = False
         ctx.set_materialize_grads(False)
@@ -96,8 +99,8 @@ class _LogProbEntropy(torch.autograd.Function):
         if log_prob_grad_T is None and entropy_grad_T is None:
             return None, *nothing
         assert not ctx.consumed, "the logits have become their gradient: there is no second backward pass"
-        logits_SV, positions_T, log_z_T, index_T, entropy_T = ctx.saved_tensors
-        num_tokens, columns = len(log_z_T), ctx.columns
+        logits_SV, positions_T, offset_T, index_T, entropy_T = ctx.saved_tensors
+        num_tokens, columns = len(offset_T), ctx.columns
         if ctx.reuse_logits:
             ctx.consumed = True
             grad_SV = logits_SV.detach()
@@ -111,11 +114,12 @@ class _LogProbEntropy(torch.autograd.Function):
             grad_SV = torch.empty_like(logits_SV) if whole else torch.zeros_like(logits_SV)
         for part in _chunks(num_tokens, ctx.chunk_tokens) if columns else ():
             rows = part if positions_T is None else positions_T[part]
-            grad_CV = _read(logits_SV, rows, columns, ctx.scale).sub_(log_z_T[part, None])
+            # log p
+            grad_CV = _shift_and_scale_(_read(logits_SV, rows, columns), offset_T[part], ctx.scale)
             if entropy_grad_T is None:
                 grad_CV.exp_().mul_(-log_prob_grad_T[part, None])
             else:
-                # dH/dz = -p (log p + H)
+                # dH/dy = -p (log p + H)
                 p_CV = grad_CV.exp()
                 grad_CV.clamp_(min=_MIN_SHIFTED).add_(entropy_T[part, None]).mul_(-entropy_grad_T[part, None])
                 if log_prob_grad_T is not None:

@@ -204,7 +204,7 @@ def test_compute_reinforce_plus_plus_baseline_centres_groups_then_whitens(refere
 # --- groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     seed=st.integers(0, 10_000),

@@ -23,7 +23,7 @@ def tensor(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     mode=st.sampled_from(LOSS_AGGREGATIONS),
     lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6),

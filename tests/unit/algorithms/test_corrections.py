@@ -33,7 +33,7 @@ def row_numbers(rows) -> torch.Tensor:
     return torch.tensor(np.repeat(np.arange(len(rows)), [len(row) for row in rows]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     level=st.sampled_from(["token", "sequence", "geometric"]),

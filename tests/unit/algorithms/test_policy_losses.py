@@ -163,7 +163,7 @@ def test_ppo_clip_dual_bounds_the_loss_of_bad_tokens_and_stops_their_gradient():
 # --- GSPO
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tokens=TOKENS, rows=st.integers(1, 4), seed=st.integers(0, 100))
 def test_gspo_value_equals_the_clip_of_the_sequence_ratio(reference, tokens, rows, seed):
     log_probs, old, advantages, mask = zip(*tokens, strict=True)
@@ -242,7 +242,7 @@ def test_gspo_huge_sequence_ratio_stays_finite():
 # --- CISPO
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tokens=TOKENS, low=st.sampled_from([0.2, 1.0]), high=st.sampled_from([0.28, 4.0]))
 def test_cispo_any_tokens_equal_the_scalar_formula_and_all_have_a_gradient(reference, tokens, low, high):
     log_probs, old, advantages, mask = zip(*tokens, strict=True)
@@ -266,7 +266,7 @@ def test_cispo_any_tokens_equal_the_scalar_formula_and_all_have_a_gradient(refer
 # --- DIS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tokens=TOKENS, band=st.sampled_from([(0.8, 3.0), (0.3, 5.0), (0.0, 0.5)]))
 def test_sao_dis_any_tokens_equal_the_scalar_formula(reference, tokens, band):
     log_probs, rollout, advantages, mask = zip(*tokens, strict=True)

@@ -345,3 +345,38 @@ def send_weights(
         received.append(flat.numpy().tobytes())
     leave_weight_group(group)
     return received
+
+
+def split_log_probs(
+    rank: int, world_size: int, port: int, *, logits: np.ndarray, targets: list[int], vocab_size: int, **options: Any
+) -> dict[str, np.ndarray]:
+    """This rank's columns of the gradient of weighted log-probabilities and entropies, and both."""
+    import torch
+    import torch.distributed as dist
+
+    from miles.backends.megatron.vocab_parallel import token_log_probs
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        columns = logits.shape[1] // world_size
+        leaf = torch.tensor(logits[:, rank * columns : (rank + 1) * columns]).requires_grad_()
+        log_probs, entropy = token_log_probs(
+            leaf * 1.0,
+            torch.tensor(targets),
+            vocab_size=vocab_size,
+            rank=rank,
+            group=dist.group.WORLD,
+            with_entropy=True,
+            reuse_logits=True,
+            **options,
+        )
+        weight = torch.arange(1, len(targets) + 1)
+        (log_probs * weight - 0.5 * entropy * weight).sum().backward()
+        assert leaf.grad is not None
+        return {
+            "log_probs": log_probs.detach().numpy(),
+            "entropy": entropy.detach().numpy(),
+            "gradient": leaf.grad.numpy(),
+        }
+    finally:
+        dist.destroy_process_group()

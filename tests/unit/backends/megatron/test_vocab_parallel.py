@@ -1,11 +1,9 @@
 """Fused log-probabilities and entropies against torch's own softmax in float64, and the memory they may not take."""
 
 import math
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -191,27 +189,3 @@ def test_token_log_probs_never_makes_a_second_copy_of_the_logits(dtype, reuse):
     assert memory.largest == (max(one_chunk, 512 * 8) if reuse else logits.untyped_storage().nbytes())
     assert gradient.dtype == dtype
     assert (gradient.data_ptr() == logits.data_ptr()) == reuse
-
-
-# --- vocabulary split over ranks
-
-
-def run_ranks(size, task):
-    """task(rank, group) on `size` gloo ranks that are threads of this process; their results in rank order."""
-    store, results, errors = dist.HashStore(), [None] * size, []
-
-    def run(rank):
-        try:
-            group = dist.ProcessGroupGloo(store, rank, size, __import__("datetime").timedelta(seconds=30))
-            results[rank] = task(rank, group)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
