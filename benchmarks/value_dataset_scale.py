@@ -5,7 +5,7 @@
 For each size: seconds and MB/s of `sha256sum`, of `for line in file: json.loads(line)`, of the first opening (hashed,
 parsed and indexed) and of the next one (hashed; the index comes from its cache), in this order, each in a process of
 its own, with the file in the page cache. Memory is the peak of the proportional set sizes of the opening process and
-all its children together, sampled every 20 ms. The data are made in a temporary folder and deleted.
+all its children together, sampled every 100 ms. The data are made in a temporary folder and deleted.
 """
 
 import argparse
@@ -102,7 +102,7 @@ class PeakMemory:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
+        while not self._stop.wait(0.1):
             total = 0
             with contextlib.suppress(psutil.Error):
                 for process in [self._root, *self._root.children(recursive=True)]:

@@ -63,8 +63,8 @@ def parse_value_row(line: bytes, *, objective: ValueObjective, location: str) ->
 
 
 def _one_label(returns: Iterable[float]) -> float:
-    distinct = set(returns)
     # Adding zero turns -0.0 into 0.0.
+    distinct = set(returns)
     return distinct.pop() + 0.0 if len(distinct) == 1 else math.nan
 
 
@@ -160,13 +160,14 @@ class RowReader:
             row = self._decode_row(line)
             length = row.response_length
             mask = bytes(row.loss_mask)
-            # Valid JSON made of one bracket, commas and digits alone is a list of non-negative integers; ten digits
-            # may be too large a number.
-            shape = bytes(row.tokens).translate(_DIGITS_TO_ZERO, b" ]")
-            commas = shape.count(b",")
-            if shape[:1] != b"[" or shape.count(b"0") + commas + 1 != len(shape) or not 1 <= length <= commas:
+            # Valid JSON of one bracket, commas and digits is a list of non-negative integers; ten digits may be too
+            # large a number.
+            tokens = bytes(row.tokens)
+            shape = tokens.translate(None, b"0123456789 ]")
+            num_tokens = len(shape)
+            if shape != b"[" + b"," * (num_tokens - 1) or not 1 <= length < num_tokens:
                 return None
-            if _TEN_DIGITS in shape or (mask and not _is_mask(mask, length)):
+            if _TEN_DIGITS in tokens.translate(_DIGITS_TO_ZERO) or (mask and not _is_mask(mask, length)):
                 return None
             label = self._label(bytes(row.returns), mask, length)
         except (ValueError, RecursionError):
@@ -174,14 +175,14 @@ class RowReader:
         # As many strings as there are fields, and the id: no key came twice, and none is unknown.
         if line.count(b'"') != (12 if mask else 10) and not _keys_are_unique(line):
             return None
-        return None if label is None else RowFacts(row.sample_id, commas + 1, label)
+        return None if label is None else RowFacts(row.sample_id, num_tokens, label)
 
     def _label(self, returns: bytes, mask: bytes, length: int) -> float | None:
         """Return the label of `returns`, None where they may break a rule; raises ValueError there too."""
         first = returns[1:-1].split(b",", 1)[0].strip()
         repeated = b"[" + (first + b",") * (length - 1) + first + b"]"
         if returns == repeated or returns.replace(b" ", b"") == repeated:
-            return _one_label(self._decode_returns(b"[" + first + b"]"))
+            return self._decode_returns(b"[" + first + b"]")[0] + 0.0
         values = self._decode_returns(returns)
         if len(values) != length:
             return None
@@ -189,7 +190,8 @@ class RowReader:
 
 
 def _is_mask(mask: bytes, length: int) -> bool:
-    mask = mask.replace(b"true", b"1").replace(b"false", b"0")
+    if b"e" in mask:
+        mask = mask.replace(b"true", b"1").replace(b"false", b"0")
     ones = mask.count(b"1")
     # A list of `length` elements has one comma less; one digit in each leaves nothing over but spaces.
     return (
