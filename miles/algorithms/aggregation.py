@@ -39,7 +39,11 @@ def sequence_counts(
     Returns:
         (trainable tokens of each row's sequence, number of sequences that have any, trainable tokens).
     """
-    counts = [int(np.count_nonzero(mask)) for mask in loss_masks]
+    # A list of a long response takes NumPy ten times as long as its own count.
+    counts = [
+        int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else len(mask) - mask.count(0)
+        for mask in loss_masks
+    ]
     ids = range(len(counts)) if trajectory_ids is None else trajectory_ids
     totals: dict[Hashable, int] = {}
     for name, count in zip(ids, counts, strict=True):
