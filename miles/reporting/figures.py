@@ -194,6 +194,27 @@ def draw_stacks(axes: Axes, theme: Theme, steps: Sequence[int], stages: Sequence
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)
 
 
+def draw_timeline(axes: Axes, theme: Theme, spans: Sequence[Sequence[Any]]) -> None:
+    """Spans (lane, name, start, end) as bars, a row for each lane in order of first use, a colour for each name."""
+    lanes = list(dict.fromkeys(span[0] for span in spans))
+    names = list(dict.fromkeys(span[1] for span in spans))
+    for number, name in enumerate(names):
+        mine = [span for span in spans if span[1] == name]
+        axes.barh(
+            [lanes.index(lane) for lane, *_ in mine],
+            [end - start for _, _, start, end in mine],
+            left=[start for _, _, start, _ in mine],
+            height=0.6,
+            color=theme[f"c{number % 7 + 1}"],
+            label=name,
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the step began")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0)
+
+
 def draw_calibration(axes: Axes, theme: Theme, rows: Sequence[dict[str, Any]]) -> None:
     """Mean return over mean prediction, one dot a bin, its area the bin's share; the diagonal is a perfect critic."""
     filled = [row for row in rows if row["n"]]

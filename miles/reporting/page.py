@@ -46,6 +46,14 @@ tr.default td { color: var(--soft); }
 .ok { color: var(--good); font-weight: 600; }
 .bad { color: var(--bad); font-weight: 600; }
 summary { cursor: pointer; padding: 6px 0; }
+.verdict { display: inline-block; padding: 2px 12px; border-radius: 99px; border: 1.5px solid currentColor; }
+.trajectory { padding: 12px 16px; margin-bottom: 14px; }
+.tokens { font: 13px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin-top: 6px; }
+.tokens span { border-radius: 3px; padding: 1px 0; }
+.tokens .prompt, .tokens .masked { color: var(--soft); } .tokens .masked { text-decoration: underline dotted; }
+.scale { display: inline-block; width: 160px; height: 11px; border-radius: 3px; margin: 0 8px; vertical-align: middle;
+  background: linear-gradient(to right,
+    color-mix(in srgb, var(--c2) 60%, transparent), transparent, color-mix(in srgb, var(--c1) 60%, transparent)); }
 """
 
 
@@ -59,11 +67,11 @@ class Panel:
     wide: bool = False
 
 
-def _escape(text: object) -> str:
+def escape(text: object) -> str:
     return html.escape(str(text))
 
 
-def _table(
+def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[int] = (), mono: Sequence[int] = ()
 ) -> str:
     """Rows of plain text; `numeric` columns are set to the right, `mono` ones in a fixed-width face."""
@@ -72,7 +80,7 @@ def _table(
         out = []
         for i, text in enumerate(texts):
             names = " ".join(n for n, columns in (("n", numeric), ("mono", mono)) if i in columns)
-            out.append(f"<{tag}{f' class={chr(34)}{names}{chr(34)}' if names else ''}>{_escape(text)}</{tag}>")
+            out.append(f"<{tag}{f' class={chr(34)}{names}{chr(34)}' if names else ''}>{escape(text)}</{tag}>")
         return "".join(out)
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
@@ -84,8 +92,8 @@ def _settings_table(settings: Sequence[Setting]) -> str:
     for setting in settings:
         kind = " class='default'" if setting.source == "default" else ""
         rows.append(
-            f"<tr{kind}><td>{_escape(setting.group)}</td><td class='mono'>{_escape(setting.name)}</td>"
-            f"<td class='mono'>{_escape(setting.value)}</td><td>{_escape(setting.source)}</td></tr>"
+            f"<tr{kind}><td>{escape(setting.group)}</td><td class='mono'>{escape(setting.name)}</td>"
+            f"<td class='mono'>{escape(setting.value)}</td><td>{escape(setting.source)}</td></tr>"
         )
     head = "<tr><th>group</th><th>setting</th><th>value</th><th>where it came from</th></tr>"
     return f"<div class='card'><table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -93,11 +101,45 @@ def _settings_table(settings: Sequence[Setting]) -> str:
 
 def _chain_list(links: Sequence[tuple[str, str, bool, str]]) -> str:
     rows = "".join(
-        f"<tr><td class='{'ok' if ok else 'bad'}'>{'ok' if ok else 'FAILED'}</td><td>{_escape(name)}</td>"
-        f"<td class='mono'>{_escape(path)}</td><td>{_escape(detail)}</td></tr>"
+        f"<tr><td class='{'ok' if ok else 'bad'}'>{'ok' if ok else 'FAILED'}</td><td>{escape(name)}</td>"
+        f"<td class='mono'>{escape(path)}</td><td>{escape(detail)}</td></tr>"
         for name, path, ok, detail in links
     )
     return f"<div class='card'><table><tbody>{rows}</tbody></table></div>"
+
+
+def number(value: float) -> str:
+    """Three significant digits, without exponents for everyday sizes."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.2e}"
+
+
+def tiles_html(tiles: Sequence[tuple[str, str, str]]) -> str:
+    """(label, large text, small text) side by side."""
+    inner = "".join(
+        f"<div class='tile'>{escape(a)}<b>{escape(b)}</b><span>{escape(c)}</span></div>" for a, b, c in tiles
+    )
+    return f"<div class='tiles'>{inner}</div>"
+
+
+def panels_html(panels: Sequence[Panel]) -> str:
+    """Pictures in columns, each with its title and caption."""
+    figures = "".join(
+        f"<figure{' class=wide' if panel.wide else ''}><h3>{escape(panel.title)}</h3>{panel.svg}"
+        f"<figcaption>{escape(panel.caption)}</figcaption></figure>"
+        for panel in panels
+    )
+    return f"<div class='panels'>{figures}</div>"
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """One HTML file around what is shown."""
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
 
 
 def render_page(
@@ -114,34 +156,26 @@ def render_page(
     links: Sequence[tuple[str, str, bool, str]],
 ) -> str:
     """The whole page as text. Everything but the panels' SVG is escaped here."""
-    parts = [f"<h1>{_escape(title)}</h1>", "<p class='soft'>Report of one run. Everything shown is in this file.</p>"]
-    tile_html = "".join(
-        f"<div class='tile'>{_escape(a)}<b>{_escape(b)}</b><span>{_escape(c)}</span></div>" for a, b, c in tiles
-    )
-    parts.append(f"<div class='tiles'>{tile_html}</div>")
-    parts += [f"<p class='soft'>{_escape(note)}</p>" for note in notes]
-    figures = "".join(
-        f"<figure{' class=wide' if panel.wide else ''}><h3>{_escape(panel.title)}</h3>{panel.svg}"
-        f"<figcaption>{_escape(panel.caption)}</figcaption></figure>"
-        for panel in panels
-    )
-    parts.append(f"<h2>Curves</h2><div class='panels'>{figures}</div>")
+    parts = [f"<h1>{escape(title)}</h1>", "<p class='soft'>Report of one run. Everything shown is in this file.</p>"]
+    parts.append(tiles_html(tiles))
+    parts += [f"<p class='soft'>{escape(note)}</p>" for note in notes]
+    parts.append(f"<h2>Curves</h2>{panels_html(panels)}")
     if stage_table:
         head = ("stage", "steps it ran in", "median when it ran", "total", "share")
-        parts.append("<h2>Seconds per stage</h2>" + _table(head, stage_table, numeric=(1, 2, 3, 4)))
+        parts.append("<h2>Seconds per stage</h2>" + table(head, stage_table, numeric=(1, 2, 3, 4)))
     if missing:
         rows = [(what, needs) for what, needs in missing]
-        parts.append("<h2>Not recorded in this run</h2>" + _table(("picture", "needs"), rows, mono=(1,)))
+        parts.append("<h2>Not recorded in this run</h2>" + table(("picture", "needs"), rows, mono=(1,)))
     if links:
         parts.append("<h2>Chain of artifacts</h2>" + _chain_list(links))
     if others:
         rows = [(name, stage, str(count), f"{last:.6g}") for name, stage, count, last in others]
-        table = _table(("series", "stage", "points", "last value"), rows, numeric=(2, 3), mono=(0,))
+        listed = table(("series", "stage", "points", "last value"), rows, numeric=(2, 3), mono=(0,))
         parts.append(
-            f"<h2>Other series</h2><details><summary>{len(others)} series without a picture</summary>{table}</details>"
+            f"<h2>Other series</h2><details><summary>{len(others)} without a picture</summary>{listed}</details>"
         )
     if facts:
-        parts.append("<h2>Facts of the run</h2>" + _table(("fact", "value"), facts, mono=(0, 1)))
+        parts.append("<h2>Facts of the run</h2>" + table(("fact", "value"), facts, mono=(0, 1)))
     if settings:
         changed = [setting for setting in settings if setting.source != "default"]
         parts.append("<h2>Resolved settings</h2>")
@@ -149,8 +183,4 @@ def render_page(
             parts.append("<p class='soft'>Set by a file, a flag or a rule:</p>" + _settings_table(changed))
         summary = f"<summary>All {len(settings)} settings, defaults included</summary>"
         parts.append(f"<details>{summary}{_settings_table(settings)}</details>")
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return document(title, parts)

@@ -16,8 +16,9 @@ from miles.reporting.figures import (
     draw_png,
     draw_stacks,
     draw_svg,
+    draw_timeline,
 )
-from miles.reporting.page import Panel, render_page
+from miles.reporting.page import Panel, number, render_page
 from miles.reporting.series import (
     CONFIG_FILE,
     FACTS_FILE,
@@ -35,6 +36,7 @@ from miles.reporting.wilson import wilson_interval
 TIME_STAGES = (
     ("time/rollout_s", "rollout"),
     ("time/values_s", "values"),
+    ("time/log_probs_s", "log-probs"),
     ("time/critic_s", "critic update"),
     ("time/actor_s", "actor update"),
     ("time/sync_s", "weight sync"),
@@ -201,6 +203,12 @@ _PLAIN = (
     _Plain("Extremes of the probability ratio", (("train/ratio_max", "largest"), ("train/ratio_min", "smallest")),
            "ratio (log scale)", "Largest and smallest ratio new / old probability of any token (dashed: 1, no change)",
            log=True, reference=1.0),
+    _Plain("Effective sample size", (("train/ess", "ESS"),), "fraction",
+           "(Σw)² / (n Σw²) of the ratios in each sample (1: the policy is the old one)", zero=True),
+    _Plain("KL to the reference model", (("train/kl_reward", "in the reward"), ("train/kl_loss", "in the loss")),
+           "nats per token", "KL divergence to the reference model, before its coefficient"),
+    _Plain("Idle share", (("idle/actor", "actor"), ("idle/critic", "critic"), ("idle/engines", "engines")),
+           "share of the step", "Share of a step in which a group had nothing to do", zero=True),
     _Plain("Engine against trainer", (("rollout/log_prob_difference_mean", "difference"),), "nats per token",
            "Mean distance between engine's and trainer's log-probability of a sampled token", zero=True),
     _Plain("Policy loss", (("train/policy_loss", "policy loss"),), "loss per token",
@@ -243,21 +251,15 @@ def _panels(metrics: Metrics, evaluation: dict[str, Any] | None) -> tuple[list[P
     for plain in _PLAIN[1:]:
         add(_plain_panel(metrics, plain), plain.title, ", ".join(name for name, _ in plain.names))
     add(_time_panel(metrics), "Time per stage", "time/*_s")
+    add(_timeline_panel(metrics), "Timeline of a step", "a timeline on a line of stage time")
     return panels, missing
-
-
-def _number(value: float) -> str:
-    """Three significant digits, without exponents for everyday sizes."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.2e}"
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _course(series: Series, show: Any = _number) -> str:
+def _course(series: Series, show: Any = number) -> str:
     """ "from A (step s) to B (step t)", or the single value."""
     if len(series.steps) == 1:
         return f"{show(series.last)} at step {series.steps[0]}"
@@ -372,6 +374,11 @@ def _calibration_panel(metrics: Metrics, evaluation: dict[str, Any] | None) -> P
         rows, source = tables["token_weighted"], "the evaluation report, token weighted"
     if not rows or not any(row["n"] for row in rows):
         return None
+    return calibration_panel(rows, title="Calibration of the critic", source=source)
+
+
+def calibration_panel(rows: Sequence[dict[str, Any]], *, title: str, source: str) -> Panel:
+    """A calibration table as a picture; `source` says where it comes from."""
     filled = [row for row in rows if row["n"]]
     total = sum(row["n"] for row in filled)
     error = sum(row["n"] * abs(row["mean_value"] - row["mean_return"]) for row in filled) / total
@@ -379,10 +386,9 @@ def _calibration_panel(metrics: Metrics, evaluation: dict[str, Any] | None) -> P
     caption = (
         f"Predicted value against what was earned, in {len(rows)} bins of prediction ({len(filled)} of them filled,"
         f" {total:,} targets; {source}). Dots on the dashed line are calibrated; a dot's area is its bin's share."
-        f" Mean distance from the line {_number(error)}, mean return minus prediction {_number(bias)}."
+        f" Mean distance from the line {number(error)}, mean return minus prediction {number(bias)}."
     )
-    svg = draw_svg(lambda axes, theme: draw_calibration(axes, theme, rows), salt="calibration")
-    return Panel("Calibration of the critic", svg, caption)
+    return Panel(title, draw_svg(lambda axes, theme: draw_calibration(axes, theme, rows), salt=title), caption)
 
 
 @dataclass(frozen=True)
@@ -431,13 +437,29 @@ def _time_panel(metrics: Metrics) -> Panel | None:
     total = sum(times.wall)
     caption = (
         f"Seconds of each stage, stacked. {len(times.steps)} steps took {_duration(total)}, the median step"
-        f" {_number(statistics.median(times.wall))} s; the longest stage is {longest[0]}"
+        f" {number(statistics.median(times.wall))} s; the longest stage is {longest[0]}"
         f" ({100 * sum(longest[1]) / max(total, 1e-9):.0f} % of the wall time)."
     )
     if times.overlap > 0.01 * total:
         extra = _duration(times.overlap)
         caption += f" Some stages ran side by side, so the bars add up to {extra} more than the clock showed."
     return Panel("Time per stage", svg, caption, wide=True)
+
+
+def _timeline_panel(metrics: Metrics) -> Panel | None:
+    if metrics.timeline is None or not metrics.timeline[1]:
+        return None
+    step, spans = metrics.timeline
+    end = max(span[3] for span in spans)
+    idle = []
+    for lane in dict.fromkeys(span[0] for span in spans):
+        if (series := metrics.get(f"idle/{lane}")) is not None:
+            idle.append(f"{lane} {_percent(series.last)}")
+    svg = draw_svg(lambda axes, theme: draw_timeline(axes, theme, spans), salt="timeline", width=11.4, height=2.4)
+    caption = f"What ran when in step {step}, the newest: {number(end)} s from the rollout to the published weights."
+    if idle:
+        caption += f" Idle: {', '.join(idle)}."
+    return Panel("Timeline of a step", svg, caption, wide=True)
 
 
 def _stage_table(metrics: Metrics) -> list[tuple[str, str, str, str, str]]:
@@ -447,7 +469,7 @@ def _stage_table(metrics: Metrics) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for label, seconds in times.stages:
         ran = [s for s in seconds if s > 0]
-        median = _number(statistics.median(ran)) if ran else "0"
+        median = number(statistics.median(ran)) if ran else "0"
         share = f"{100 * sum(seconds) / total:.1f} %"
         rows.append((label, str(len(ran)), f"{median} s", _duration(sum(seconds)), share))
     return rows
@@ -473,9 +495,9 @@ def _tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
             ("Held-out accuracy", _percent(line.series.last), f"from {_percent(line.series.first)}; {interval}")
         )
     if reward := metrics.get("rollout/reward_mean"):
-        tiles.append(("Reward", _number(reward.last), f"from {_number(reward.first)}, {len(reward.steps)} steps"))
+        tiles.append(("Reward", number(reward.last), f"from {number(reward.first)}, {len(reward.steps)} steps"))
     if explained := metrics.get("value/explained_variance"):
-        tiles.append(("Explained variance", _number(explained.last), f"last batch; first {_number(explained.first)}"))
+        tiles.append(("Explained variance", number(explained.last), f"last batch; first {number(explained.first)}"))
     if length := metrics.get("rollout/response_length_mean"):
         tiles.append(("Response length", f"{length.last:.1f}", f"tokens; first {length.first:.1f}"))
     if metrics.seconds:

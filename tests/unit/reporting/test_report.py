@@ -69,12 +69,16 @@ def full_run(folder: Path) -> Path:
         lines.append({"step": step, "stage": "rollout", "rollout/reward_mean": 0.2, "rollout/count": 64,
                       "rollout/log_prob_difference_mean": 1e-6, "rollout/response_length_mean": 6.5,
                       "rollout/truncated_fraction": 0.0})  # fmt: skip
-        train = ("policy_loss", "entropy", "approx_kl", "clip_fraction", "ratio_max", "ratio_min", "grad_norm", "lr")
+        train = ("policy_loss", "entropy", "approx_kl", "clip_fraction", "ratio_max", "ratio_min", "grad_norm", "lr",
+                 "ess", "kl_loss", "kl_reward")  # fmt: skip
         lines.append({"step": step, "stage": "train", **{f"train/{name}": 0.5 for name in train}})
         lines.append({"step": step, "stage": "value", "value/loss": 1.0 / step, "value/grad_norm": 1.0,
                       "value/lr": 1e-4, "value/explained_variance": None if step == 2 else 0.1 * step})  # fmt: skip
         seconds = {name: 1.0 for name, _ in TIME_STAGES}
         lines.append({"step": step, "stage": "time", **seconds, "time/step_s": 7.0, "perf/tokens_per_s": 1234.5,
+                      "idle/actor": 0.5, "idle/critic": 0.25, "idle/engines": 0.75,
+                      "timeline": [["engines", "rollout", 0.0, 2.5], ["actor", "actor", 2.5, 3.5],
+                                   ["critic", "critic", 2.5, 4.0]],
                       "sync/weight_version": step})  # fmt: skip
     lines.append({"step": 0, "stage": "sft", "sft/loss": 2.0})
     lines.append({"step": 0, "stage": "value_eval", "value/heldout_explained_variance": 0.4})
@@ -108,11 +112,17 @@ def full(tmp_path_factory) -> tuple[Path, str, Page]:
 def test_write_report_full_run_draws_every_picture_and_misses_none(full):
     _, text, page = full
     assert page.open == []
-    assert text.count("<svg") == len(page.figures) == 19
+    assert text.count("<svg") == len(page.figures) == 23
     assert "Not recorded in this run" not in text
     for title in ("Held-out accuracy", "Reward", "Value loss", "Explained variance per batch", "Time per stage",
                   "Calibration of the critic", "Extremes of the probability ratio"):  # fmt: skip
         assert title in page.figures
+
+
+def test_write_report_timeline_shows_the_newest_step_and_who_was_idle(full):
+    text = " ".join(full[2].texts)
+    assert "What ran when in step 4, the newest: 4 s" in text
+    assert "Idle: engines 75.0 %, actor 50.0 %, critic 25.0 %." in text
 
 
 def test_write_report_is_one_file_without_network_or_script(full):
