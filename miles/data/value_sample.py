@@ -120,7 +120,6 @@ _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS = b"0" * 10
 
 
-@functools.lru_cache(maxsize=8)
 class RowReader:
     """Validates rows of one objective, the ordinary ones without making an object of each number."""
 
@@ -187,6 +186,9 @@ class RowReader:
         if len(values) != length:
             return None
         return _one_label(compress(values, json.loads(mask)) if mask else values)
+
+
+row_reader = functools.lru_cache(maxsize=8)(RowReader)
 
 
 def _is_mask(mask: bytes, length: int) -> bool:

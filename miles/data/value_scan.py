@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
-from miles.data.value_sample import RowReader
+from miles.data.value_sample import row_reader
 
 SLOT_BYTES = 2 << 20
 SLOTS_PER_WORKER = 3
@@ -68,7 +68,7 @@ def digest64(data: bytes) -> int:
 
 def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> ScannedRows:
     """Validate the rows of whole lines that begin at `offset` of their file; stops at the first bad one."""
-    rows, reader = ScannedRows(), RowReader(objective)
+    rows, reader = ScannedRows(), row_reader(objective)
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
@@ -105,7 +105,10 @@ def scan_file(stream: BufferedReader, *, size: int, objective: ValueObjective) -
     rows = ScannedRows()
     pending: deque[Callable[[], ScannedRows]] = deque()
 
-    with _ring(slots * SLOT_BYTES) as (descriptor, ring), _workers(workers, descriptor, objective) as pool:
+    with (
+        _ring(slots * SLOT_BYTES, shared=workers > 0) as (descriptor, ring),
+        _workers(workers, descriptor, objective) as pool,
+    ):
         turn = 0
         for base, length, offset, long_line in _chunks(stream, ring, slots, digest):
             while len(pending) > max(0, slots - 2):
@@ -128,14 +131,16 @@ def scan_file(stream: BufferedReader, *, size: int, objective: ValueObjective) -
 
 
 @contextlib.contextmanager
-def _ring(size: int) -> Iterator[tuple[int, mmap.mmap]]:
-    descriptor = os.memfd_create("miles-value-rows")
+def _ring(size: int, *, shared: bool) -> Iterator[tuple[int, mmap.mmap]]:
+    descriptor = os.memfd_create("miles-value-rows") if shared else -1
     try:
-        os.ftruncate(descriptor, size)
+        if shared:
+            os.ftruncate(descriptor, size)
         with mmap.mmap(descriptor, size) as ring:
             yield descriptor, ring
     finally:
-        os.close(descriptor)
+        if shared:
+            os.close(descriptor)
 
 
 def _chunks(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.contracts.value_schema import ValueObjective
-from miles.data.value_sample import RowReader, parse_value_row
+from miles.data.value_sample import parse_value_row, row_reader
 
 CLASSIFICATION = ValueObjective()
 MSE = ValueObjective(loss_type="mse")
@@ -38,7 +38,7 @@ def judge(line, objective):
 
 
 def assert_quick_agrees(line, objective):
-    facts = RowReader(objective).quick_facts(line)
+    facts = row_reader(objective).quick_facts(line)
     if facts is not None:
         label = None if math.isnan(facts.label) else facts.label
         assert (facts.sample_id, facts.num_tokens, label) == judge(line, objective), line
@@ -61,7 +61,7 @@ def assert_quick_agrees(line, objective):
     ],
 )
 def test_quick_reader_vouches_for_ordinary_rows(line):
-    assert RowReader(CLASSIFICATION).quick_facts(line) is not None
+    assert row_reader(CLASSIFICATION).quick_facts(line) is not None
     assert_quick_agrees(line, CLASSIFICATION)
 
 
@@ -128,9 +128,9 @@ SUSPECT = [
 def test_quick_reader_leaves_a_bad_row_to_the_exact_one(old, new, message):
     line = BASE.replace(old, new, 1) + b"\n"
     assert line != BASE + b"\n"
-    assert RowReader(CLASSIFICATION).quick_facts(line) is None
+    assert row_reader(CLASSIFICATION).quick_facts(line) is None
     with pytest.raises(ValueError):
-        RowReader(CLASSIFICATION).facts(line)
+        row_reader(CLASSIFICATION).facts(line)
     with pytest.raises(ValueError, match=rf"^rows:7: .*{message}"):
         parse_value_row(line, objective=CLASSIFICATION, location="rows:7")
 
@@ -147,7 +147,7 @@ def test_quick_reader_leaves_a_bad_row_to_the_exact_one(old, new, message):
     ],
 )
 def test_unusual_but_valid_row_is_accepted(old, new, label):
-    facts = RowReader(CLASSIFICATION).facts(BASE.replace(old, new, 1))
+    facts = row_reader(CLASSIFICATION).facts(BASE.replace(old, new, 1))
     assert (facts.num_tokens, facts.label) == (4, label)
     assert math.copysign(1, facts.label) == 1
 
@@ -155,7 +155,7 @@ def test_unusual_but_valid_row_is_accepted(old, new, label):
 def test_label_is_the_one_return_at_active_tokens():
     for returns, mask, label in (([0.0, 1.0], [0, 1], 1.0), ([0.0, 1.0], [1, 1], None), ([0.2, 0.2], ..., 0.2)):
         line = line_of(returns=returns, loss_mask=mask)
-        found = RowReader(CLASSIFICATION).facts(line).label
+        found = row_reader(CLASSIFICATION).facts(line).label
         assert math.isnan(found) if label is None else found == label
         assert_quick_agrees(line, CLASSIFICATION)
 
@@ -212,5 +212,5 @@ def test_quick_reader_agrees_on_damaged_bytes():
             damaged = damaged or bytearray(b"{")
         line = bytes(damaged)
         assert_quick_agrees(line, CLASSIFICATION)
-        accepted += RowReader(CLASSIFICATION).quick_facts(line) is not None
+        accepted += row_reader(CLASSIFICATION).quick_facts(line) is not None
     assert accepted > 100, "the damage is too coarse to find a row that is accepted wrongly"

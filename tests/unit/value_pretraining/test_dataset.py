@@ -1,14 +1,30 @@
 """Every rule and message of formulas A3, each with `path:line`."""
 
+import hashlib
 import json
+import math
 import os
 import pickle
 
 import pytest
 
+from miles.data.value_sample import RowReader
 from miles.value_pretraining import ValuePretrainDataset, load_value_pretrain_manifest
 
 MSE = {"loss_type": "mse"}
+
+
+def open_train(manifest_path):
+    manifest = load_value_pretrain_manifest(manifest_path)
+    return ValuePretrainDataset(manifest.train, manifest.objective)
+
+
+def repin(manifest_path):
+    """Make the manifest speak of the train data as they are now."""
+    raw = json.loads(manifest_path.read_text())
+    with (manifest_path.parent / raw["train"]["path"]).open("rb") as stream:
+        raw["train"]["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+    manifest_path.write_text(json.dumps(raw))
 
 
 def test_dataset_get_returns_the_row_and_build_rollout_batch_its_columns(open_dataset, value_row):
@@ -124,6 +140,50 @@ def test_dataset_row_longer_than_the_limit_is_refused(open_dataset, value_row, m
         open_dataset([value_row(0), value_row(1, tokens=list(range(300))), value_row(2)])
 
 
+def test_dataset_line_of_a_hundred_megabytes_is_refused(make_manifest, value_row, to_jsonl):
+    path = make_manifest([value_row(0)])
+    data = path.parent / "train.jsonl"
+    with data.open("ab") as stream:
+        stream.truncate(data.stat().st_size + (100 << 20))  # A line of zero bytes, which takes no room on the disk.
+        stream.seek(0, os.SEEK_END)
+        stream.write(b"\n" + to_jsonl([value_row(1)]))
+    repin(path)
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: row is longer than 67108864 bytes"):
+        open_train(path)
+
+
+def test_dataset_crlf_is_white_space_as_json_has_it(open_dataset, value_row, to_jsonl):
+    data = to_jsonl([value_row(0), value_row(1)]).replace(b"\n", b"\r\n") + b"\r\n"
+    dataset = open_dataset(data)
+    assert [dataset.get(i).sample_id for i in range(2)] == ["sample-0", "sample-1"]
+    with pytest.raises(ValueError, match=r"train\.jsonl:3: duplicate sample_id 'sample-0', first at line 1"):
+        open_dataset(data.replace(b"\r\n\r\n", b"\r\n") + to_jsonl([value_row(0)]))
+
+
+def test_dataset_converted_to_crlf_is_refused_with_a_hint(make_manifest, value_row):
+    path = make_manifest([value_row(0), value_row(1)])
+    data = path.parent / "train.jsonl"
+    data.write_bytes(data.read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(ValueError, match=r"SHA-256 mismatch for .*, its lines end in CRLF: was it converted\?$"):
+        open_train(path)
+
+
+def test_dataset_of_no_rows_is_refused(make_manifest):
+    path = make_manifest(b" \n\n")
+    raw = json.loads(path.read_text())
+    raw["train"]["num_samples"] = 1
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"row-count mismatch for .*: expected 1, got 0"):
+        open_train(path)
+
+
+def test_dataset_scalar_active_labels_come_from_active_tokens(open_dataset, value_row):
+    rows = [value_row(0, 0.25), value_row(1, returns=[0.0, 1.0], loss_mask=[0, 1]), value_row(2, returns=[0, 1])]
+    labels = list(open_dataset(rows).scalar_active_labels())
+    assert labels[:2] == [0.25, 1.0]
+    assert math.isnan(labels[2])
+
+
 def test_dataset_mse_allows_returns_outside_the_range(open_dataset, value_row):
     assert open_dataset([value_row(0, label=-7.5)], objective=MSE).get(0).returns == (-7.5, -7.5)
 
@@ -160,6 +220,27 @@ def test_dataset_index_outside_is_index_error(open_dataset, value_row, index):
         dataset.get(index)
     with pytest.raises(IndexError):
         dataset.build_rollout_batch([0, index])
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_dataset_changed_while_it_is_read_is_refused(make_manifest, value_row, monkeypatch, replace):
+    """Written to in place, or another file put under its name, between the first byte and the last."""
+    path = make_manifest([value_row(i) for i in range(3)])
+    data = path.parent / "train.jsonl"
+    facts = RowReader.facts
+
+    def write_and_read(self, line):
+        if replace:
+            (path.parent / "other").write_bytes(data.read_bytes())
+            os.replace(path.parent / "other", data)
+        else:
+            with data.open("ab") as stream:
+                stream.write(b" ")
+        return facts(self, line)
+
+    monkeypatch.setattr(RowReader, "facts", write_and_read)
+    with pytest.raises(ValueError, match=r"dataset changed while it was read: .*train\.jsonl"):
+        open_train(path)
 
 
 def test_dataset_changed_after_it_was_opened_is_refused_at_get(open_dataset, value_row):
