@@ -123,7 +123,7 @@ def test_cache_of_another_file_is_not_trusted(opened, parsed, cache, make_manife
     foreign = cache.read_bytes()
     other = tmp_path / "other"
     other.mkdir()
-    for name, old, new in (("train.jsonl", "sample", "simple"), ("manifest.json", "train", "train")):
+    for name, old, new in (("train.jsonl", "sample-", "simple-"), ("manifest.json", "train", "train")):
         (other / name).write_text((tmp_path / name).read_text().replace(old, new))
     digest = hashlib.sha256((other / "train.jsonl").read_bytes()).hexdigest()
     text = (other / "manifest.json").read_text()
