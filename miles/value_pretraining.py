@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.contracts.canonical import require_int
 from miles.contracts.chain import prune_link_records, write_link_record
@@ -38,11 +38,13 @@ from miles.contracts.value_schema import (
     load_value_pretrain_contract,
     load_value_pretrain_manifest,
 )
-from miles.data import value_index, value_sample
-from miles.data.value_index import ValueIndex
+from miles.data import value_sample
 from miles.data.value_sample import ValueSample, parse_value_row
 from miles.data.value_scan import digest64
 from miles.value_evaluation import refuse_existing_report, select_mixed_label_batches
+
+if TYPE_CHECKING:
+    from miles.data.value_index import ValueIndex
 
 __all__ = [
     "VALUE_PRETRAIN_CONTRACT_NAME",
@@ -101,6 +103,9 @@ class ValuePretrainDataset:
         return len(self._index)
 
     def _open_and_verify(self) -> ValueIndex:
+        # It imports numpy, which a command line that is refused need not wait for.
+        from miles.data import value_index
+
         path, expected = self.spec.path, self.spec.sha256
         opened = value_index.open_index(path, sha256=expected, objective=self.objective)
         if opened.changed:
