@@ -4,7 +4,7 @@ from miles.config import Args
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
-from miles.utils.tracking_utils.run_folder import create_run_folder
+from miles.utils.tracking_utils.run_folder import create_run_folder, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import (
     ValuePretrainPlan,
@@ -36,7 +36,7 @@ if __name__ == "__main__":
             settings, model_parallel_size=compute_megatron_world_size_except_dp(settings.for_role("critic"))
         )
         settings = settings.replace(source="manifest", **objective_args(value_plan.manifest.objective))
-        create_run_folder(settings, entry="train_value")
+        update_run_json(create_run_folder(settings, entry="train_value"), value_data=value_plan.data_record())
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train_value.py: {mistake}") from None
     # Ray comes only now: everything above is refused within a second or two.

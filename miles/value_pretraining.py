@@ -413,6 +413,18 @@ class ValuePretrainPlan:
     def resume_after(self) -> int:
         return 0 if self.resume is None else self.resume.completed_steps
 
+    def data_record(self) -> dict[str, Any]:
+        """Return what run.json says of the data: paths with links resolved, digests, numbers of rows."""
+        splits = {"train": self.manifest.train, "heldout": self.manifest.heldout}
+        return {
+            "manifest": {"path": str(self.manifest.path), "sha256": self.manifest.sha256},
+            **{
+                name: {"path": str(spec.path), "sha256": spec.sha256, "num_samples": spec.num_samples}
+                for name, spec in splits.items()
+                if spec is not None
+            },
+        }
+
 
 def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePretrainPlan:
     """Do all of `train_value.py` that can be refused before a device is reserved; what costs least comes first.
