@@ -63,7 +63,8 @@ def discounted_row_sums(x_A: np.ndarray, *, counts_N: np.ndarray, decay: float |
     y_A = np.empty(len(x_A), dtype=np.float64)
     for rows in _groups(counts_N):
         spans = [slice(start_N[row], start_N[row] + counts_N[row]) for row in rows]
-        x_RL = np.zeros((len(rows), int(counts_N[rows].max())), dtype=np.float64)
+        width = -(-int(counts_N[rows[-1]]) // _CHUNK) * _CHUNK
+        x_RL = np.zeros((len(rows), width), dtype=np.float64)
         for x_L, span in zip(x_RL, spans, strict=True):
             x_L[: span.stop - span.start] = x_A[span]
         decay_R = float(decay_N[rows[0]]) if one_decay else torch.from_numpy(decay_N[rows])
@@ -96,10 +97,11 @@ def gae_rows(
 ) -> np.ndarray:
     """Advantages of rows of trainable tokens laid end to end, float64 [A]; the formula is in `gae`."""
     delta_A = rewards_A - values_A
-    next_A = gamma * values_A
     # V after the last token of a row is 0
-    next_A[np.cumsum(counts_N)[counts_N > 0] - counts_N[counts_N > 0]] = 0.0
-    delta_A[:-1] += next_A[1:]
+    ends = row_ends(counts_N)
+    last_E = delta_A[ends]
+    delta_A[:-1] += values_A[1:] if gamma == 1.0 else gamma * values_A[1:]
+    delta_A[ends] = last_E
     return discounted_row_sums(delta_A, counts_N=counts_N, decay=gamma * lam)
 
 
@@ -144,7 +146,7 @@ def gae(
     terminal_N = torch.as_tensor(terminal_rewards_N, dtype=torch.float64).expand(len(counts_N)).numpy()
     if ((counts_N == 0) & (terminal_N != 0)).any():
         raise ValueError("the loss mask is empty: there is no trainable token to put the terminal reward on")
-    place_A = np.flatnonzero(mask_NT)
+    place_A = slice(None) if mask_NT.all() else np.flatnonzero(mask_NT)
     reward_A = rewards_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
     value_A = values_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
     reward_A[row_ends(counts_N)] += terminal_N[counts_N > 0]
@@ -155,7 +157,9 @@ def gae(
         out.numpy()[place_A] = x_A
         return out.view(values_NT.shape)
 
-    return expand(advantage_A), expand(advantage_A + value_A)
+    advantages_NT = expand(advantage_A)
+    value_A += advantage_A
+    return advantages_NT, expand(value_A)
 
 
 def adaptive_lambda(num_tokens: Tensor | Sequence[int], *, alpha: float, min_length: int = 1) -> Tensor:
