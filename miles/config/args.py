@@ -166,6 +166,9 @@ class Args(
             return True
         if source != "code" and not source.startswith("file:"):
             return False
+        if field == "critic_save":
+            # Every online run has a folder for it, needed or not.
+            return False
         value, default = getattr(self, field), type(self).model_fields[field].default
         if field in _INHERITED:
             return value not in (default, getattr(self, _INHERITED[field]))

@@ -261,6 +261,8 @@ class OnlineTrainer:
             work.append(self._fault_while_generating(rollout_id))
         rollout, *_ = await asyncio.gather(*work)
         self._generating = None
+        for line in rollout["warnings"]:
+            logger.warning("rollout %d: %s", rollout_id, line)
         return rollout["batch"], dict(rollout["metrics"])
 
     async def _read_policies(self, batch: Batch, timeline: Timeline, step: int, *, train_actor: bool) -> None:

@@ -1,6 +1,7 @@
 """Rollouts without training: `train.py --rollout-only`."""
 
 import asyncio
+import logging
 from typing import Any
 
 from miles.config import Args
@@ -9,6 +10,8 @@ from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.utils.tracking_utils.tracking import Tracker
+
+logger = logging.getLogger(__name__)
 
 
 async def sample_rollouts(args: Args, tracker: Tracker) -> None:
@@ -25,7 +28,9 @@ async def sample_rollouts(args: Args, tracker: Tracker) -> None:
             await asyncio.wait({rollout, replacing}, return_when=asyncio.FIRST_COMPLETED)
             if replacing.done():
                 replacing.result()
-            metrics = (await rollout)["metrics"]
+            metrics = (result := await rollout)["metrics"]
+            for line in result["warnings"]:
+                logger.warning("rollout %d: %s", rollout_id, line)
             tracker.log(rollout_id + 1, "rollout", metrics)
             advance(f"reward {metrics['rollout/reward_mean']:.3f}")
     replacing.cancel()

@@ -1,14 +1,11 @@
 """Groups of samples for rollouts: which prompts come next, what is left over, and which groups are kept."""
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miles.data.prompts import PromptRow, PromptSource
 from miles.data.sample import Sample, SampleStatus
-
-logger = logging.getLogger(__name__)
 
 Group = list[Sample]
 
@@ -86,6 +83,7 @@ class Collected:
     num_sampled: int
     num_filtered: int
     num_left_over: int
+    num_filled_up: int = 0
 
 
 async def collect_groups(
@@ -123,13 +121,9 @@ async def collect_groups(
             (kept if keep is None or (scored and keep(group)) else filtered).append(group)
         ask = max(0, min(wanted - len(kept), max_replacements - replaced))
         replaced += ask
-    if (missing := wanted - len(kept)) > 0:
-        logger.warning(
-            "rollout %d: %d of %d groups were filtered and %d replaced; %d filtered ones fill up",
-            *(rollout_id, len(filtered), num_sampled, replaced, missing),
-        )
-        kept += filtered[:missing]
-        filtered = filtered[missing:]
+    missing = max(0, wanted - len(kept))
+    kept += filtered[:missing]
+    filtered = filtered[missing:]
     kept.sort(key=lambda group: group[0].group_index)
     source.put_back(kept[wanted:])
-    return Collected(kept[:wanted], num_sampled, len(filtered), len(kept[wanted:]))
+    return Collected(kept[:wanted], num_sampled, len(filtered), len(kept[wanted:]), missing)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,31 @@ from typing import Any
 import psutil
 import pytest
 
-# Figures that depend on the clock, and one that compares the engine's arithmetic with Megatron's.
-NOT_REPRODUCED = ("time", "perf/", "rollout/tokens_per_s", "rollout/log_prob_difference_mean")
+# Figures that depend on the clock, on lost engines, or compare the engine's arithmetic with Megatron's.
+NOT_REPRODUCED = (
+    "time",
+    "perf/",
+    "idle/",
+    "rollout/tokens_per_s",
+    "rollout/engine_idle_fraction",
+    "rollout/requests_resent",
+    "rollout/log_prob_difference_mean",
+)
 
 
 def reproducible(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must be the same in two runs."""
     kept = [{key: value for key, value in line.items() if not key.startswith(NOT_REPRODUCED)} for line in lines]
     return [line for line in kept if line.keys() - {"step", "stage"}]
+
+
+def of_stages(lines: list[dict[str, Any]], *stages: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["stage"] in stages]
+
+
+def documented_names() -> set[str]:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    return set(re.findall(r"`([a-z_]+/[a-z_0-9]+)`", text))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +64,79 @@ def test_run_to_the_end_saves_and_verifies(
         for file in sorted((uninterrupted / "rollouts").iterdir())
     ]
     assert versions == [{("1",)}, {("2",)}, {("3",)}, {("4",)}]
+    names = {name for line in lines for name in line if "/" in name}
+    assert names - documented_names() == set()
     checked = run("miles/cli.py", "verify", uninterrupted)
     assert checked.code == 0, checked.out
+
+
+def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
+    uninterrupted: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+    assert_no_process_left: Callable[..., None],
+) -> None:
+    """One process survives them all: engines are replaced in place, training ranks start again from the last save.
+
+    The second fault finds no save yet, the third lies between the checkpoints and the state file.
+    """
+    run_dir = tmp_path / "run"
+    faults = (
+        "generate@1=kill_engine",
+        "critic@2=kill_critic",
+        "save_state@2=kill_actor",
+        "sync@3=hang_engine",
+        "actor@4=kill_actor",
+    )
+    done = run(
+        "train.py",
+        *online_flags,
+        *("--run-dir", run_dir, "--sglang-health-timeout-s", 6, "--fault-injection", *faults),
+    )
+    assert done.code == 0, done.err[-3000:]
+    assert_no_process_left(done.mark)
+    lines = read_metrics(run_dir)
+    assert reproducible(lines) == reproducible(read_metrics(uninterrupted))
+    assert done.err.count("fault injection: ") == len(faults)
+    checked = run("miles/cli.py", "verify", run_dir)
+    assert checked.code == 0, checked.out
+
+
+def test_driver_killed_again_and_again_replayed_rollouts_train_the_same(
+    uninterrupted: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+    assert_no_process_left: Callable[..., None],
+) -> None:
+    """Without engines (`--load-rollouts`) a start is cheap enough to kill the driver at several stages of one run."""
+    run_dir = tmp_path / "run"
+    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
+    flags += ["--run-dir", run_dir, "--load-rollouts", uninterrupted / "rollouts"]
+    for fault, resume in (("save_state@2", False), ("saved@2", False), ("critic@4", True)):
+        killed = run(
+            "train.py", *flags, *(["--resume"] if resume else []), "--fault-injection", f"{fault}=kill_driver"
+        )
+        assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+        assert_no_process_left(killed.mark)
+
+    refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
+    assert refused.code != 0
+    assert "--resume: lr is 0.002, the run began with 0.001" in refused.err
+
+    ended = run("train.py", *flags, "--resume")
+    assert ended.code == 0, ended.err[-3000:]
+    theirs = of_stages(read_metrics(uninterrupted), "train", "value")
+    assert reproducible(of_stages(read_metrics(run_dir), "train", "value")) == reproducible(theirs)
+
+
+def without(words: list[str], *flags: str) -> list[str]:
+    """The words of a command line without these flags and their values."""
+    drop = {number for flag in flags for at in [words.index(flag)] for number in (at, at + 1)}
+    return [word for number, word in enumerate(words) if number not in drop]
 
 
 def test_driver_killed_in_a_step_resumes_step_for_step(
@@ -83,7 +172,7 @@ def test_driver_killed_in_a_step_resumes_step_for_step(
         assert ours == theirs
 
 
-def test_engine_killed_in_a_step_ends_with_one_clear_line(
+def test_engine_killed_that_may_not_start_again_ends_with_one_clear_line(
     tmp_path: Path,
     start: Callable[..., Any],
     online_flags: list[str],
@@ -92,7 +181,8 @@ def test_engine_killed_in_a_step_ends_with_one_clear_line(
 ) -> None:
     run_dir = tmp_path / "run"
     metrics = run_dir / "metrics.jsonl"
-    program = start("train.py", *online_flags, "--run-dir", run_dir, "--num-rollout", 200)
+    words = ("--run-dir", run_dir, "--num-rollout", 200, "--sglang-max-restarts", 0)
+    program = start("train.py", *online_flags, *words)
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, program)
     schedulers = [
         process
@@ -124,6 +214,100 @@ def test_canary_actor_tp2_critic_pp2_engine_serves_update_and_resume_answers_the
     done = run("train.py", *online_flags, *words, "--run-dir", tmp_path / "run", "--canary-one-step")
     assert done.code == 0, done.err
     assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
+
+
+def test_canary_grpo_without_a_critic_against_a_reference_model(
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    rl_files: dict[str, Path],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    run_dir = tmp_path / "run"
+    flags = without(online_flags, "--critic-lr")
+    flags += ["--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", 0.1, "--kl-loss-type", "k2"]
+    flags += ["--dynamic-sampling-filter-path", "miles.rollout.filters:nonzero_reward_std"]
+    flags += ["--over-sampling-batch-size", 10, "--policy-objective", "gspo", "--loss-agg-mode", "seq-mean-token-mean"]
+    flags += ["--eval-prompt-data", f"one:{rl_files['heldout']}", f"two:{rl_files['heldout']}"]
+    flags += ["--eval-sampling", "two:temperature=1.0,n_samples=2,max_response_len=2"]
+    done = run("train.py", *flags, "--run-dir", run_dir, "--canary-one-step")
+    assert done.code == 0, done.err[-3000:]
+    lines = read_metrics(run_dir)
+    figures = {name: value for line in lines for name, value in line.items()}
+    assert figures["train/kl_loss"] == pytest.approx(0.0, abs=1e-9), "the actor begins as its reference"
+    assert (figures["eval/one/count"], figures["eval/two/count"]) == (8, 16)
+    assert figures["eval/two/response_length_mean"] <= 2
+    assert figures["rollout/groups_sampled"] >= 10
+    assert not any(name.startswith(("value/", "idle/critic")) for name in figures)
+    assert not (run_dir / "checkpoints" / "critic").exists()
+
+
+def test_canary_sao_on_kept_rollouts_of_compacted_trajectories(
+    tmp_path: Path,
+    run: Callable[..., Any],
+    tiny_hf_model: Path,
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    """The whole recipe without an engine: 7 rows of 3 trajectories, none of whose counts divides another."""
+    rollouts, run_dir = tmp_path / "rollouts", tmp_path / "run"
+    rollouts.mkdir()
+    rows = [segment_row(number, *place) for number, place in enumerate(segments_of(1, 5, 1))]
+    (rollouts / "rollout_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "hf-checkpoint": tiny_hf_model,
+        "num-rollout": 1,
+        "rollout-batch-size": 3,
+        "rollout-max-response-len": 8,
+        "max-tokens-per-gpu": 64,
+        "device": "cpu",
+        "load-rollouts": rollouts,
+        "sao-online-recipe": "coding",
+        "run-dir": run_dir,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    done = run("train.py", *words, "--sao-compaction", "--use-dynamic-batch-size", "--canary-one-step")
+    assert done.code == 0, done.err[-3000:]
+    figures = {name: value for line in read_metrics(run_dir) for name, value in line.items()}
+    assert figures["rollout/count"] == 7
+    assert 0.0 <= figures["train/sao_dis_rejectfrac"] <= 1.0
+    assert figures["value/lr"] == pytest.approx(5e-6 * 1.5 / 10), "two updates in the warm-up of ten"
+
+    bad = [{**row, "rollout_log_probs": [None]} if row["index"] == 0 else row for row in rows]
+    (rollouts / "rollout_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
+    other = [tmp_path / "other" if word is run_dir else word for word in words]
+    refused = run("train.py", *other, "--sao-compaction", "--use-dynamic-batch-size")
+    assert refused.code == 1
+    assert "rollout_000000.jsonl:1: sample 0" in refused.last_line
+
+
+def segments_of(*counts: int) -> list[tuple[str, int]]:
+    """(trajectory, segment) of trajectories of so many segments."""
+    return [(f"t{number}", segment) for number, count in enumerate(counts) for segment in range(count)]
+
+
+def segment_row(number: int, trajectory: str, segment: int) -> dict[str, Any]:
+    """A kept sample that is one segment of a trajectory; every third response token is an observation."""
+    length = 2 + number % 3
+    mask = [0 if position % 3 == 1 else 1 for position in range(length)]
+    return {
+        "index": number,
+        "group_index": int(trajectory[1:]),
+        "rollout_id": 0,
+        "prompt": "2 + 2 =",
+        "tokens": [5, 13, 5, 3 + number] + [4 + position for position in range(length)],
+        "response_length": length,
+        "reward": float(trajectory == "t1"),
+        "loss_mask": mask,
+        "rollout_log_probs": [-4.0 * one for one in mask],
+        "status": "completed",
+        "weight_versions": ["1"],
+        "metadata": {
+            "compaction_schema_version": 1,
+            "compaction_trajectory_id": trajectory,
+            "compaction_segment_index": segment,
+            "compaction_segment_type": "summary" if segment % 2 else "execution",
+        },
+    }
 
 
 @pytest.mark.parametrize(

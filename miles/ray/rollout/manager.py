@@ -32,6 +32,9 @@ _EVAL_ID = -1
 the same; the sets after it count down."""
 
 
+_MAX_WARNINGS = 10
+
+
 class RolloutManager:
     """Turns prompts into scored samples, or reads those that an earlier run kept (`--load-rollouts`).
 
@@ -130,7 +133,8 @@ class RolloutManager:
         """Sample and score one rollout and keep it in the run folder; or read it where rollouts are loaded.
 
         Returns:
-            "batch": the column batch; "metrics": figures by their stable names.
+            "batch": the column batch; "metrics": figures by their stable names; "warnings": lines for the user, who
+            does not see what this process logs.
 
         Raises:
             ValueError: a reward that is none, a prompt that does not fit.
@@ -138,10 +142,15 @@ class RolloutManager:
         """
         if self._args.load_rollouts is not None:
             samples = self._kept_rollout(Path(self._args.load_rollouts), rollout_id)
-            return {"batch": samples_to_batch(samples), "metrics": _rollout_metrics(samples)}
+            return {"batch": samples_to_batch(samples), "metrics": _rollout_metrics(samples), "warnings": []}
         samples, metrics = await self._sample_rollout(rollout_id)
         self._keep_samples(samples, rollout_id)
-        return {"batch": samples_to_batch(samples), "metrics": metrics}
+        warnings = [f"{s.metadata['failure']}; not trained on" for s in samples if s.status is SampleStatus.FAILED]
+        if len(warnings) > _MAX_WARNINGS:
+            warnings[_MAX_WARNINGS - 1 :] = [f"... {len(warnings) - _MAX_WARNINGS + 1} more samples without a reward"]
+        if filled := metrics.get("rollout/groups_filled_up"):
+            warnings.append(f"{filled:.0f} filtered groups fill up: --dynamic-sampling-max-replacements is reached")
+        return {"batch": samples_to_batch(samples), "metrics": metrics, "warnings": warnings}
 
     async def _sample_rollout(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
         args = self._args
@@ -183,6 +192,7 @@ class RolloutManager:
             metrics["rollout/groups_sampled"] = collected.num_sampled
             metrics["rollout/groups_filtered"] = collected.num_filtered
             metrics["rollout/groups_left_over"] = collected.num_left_over
+            metrics["rollout/groups_filled_up"] = collected.num_filled_up
         if resent := self._num_resent() - resent_before:
             metrics["rollout/requests_resent"] = resent
         return samples, metrics

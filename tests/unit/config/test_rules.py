@@ -112,6 +112,95 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"custom_rm_path": "/no/rm.py:f"}, "--custom-rm-path /no/rm.py:f: no such file /no/rm.py"),
     ({"eval_interval": 1}, "--eval-prompt-data and --eval-interval must be given together"),
+    ({"eval_sampling": ["a:top_p=1"]}, "--eval-sampling has no effect without --eval-prompt-data"),
+    ({"advantage_estimator": "/no/mine.py:f"}, "--advantage-estimator /no/mine.py:f: no such file /no/mine.py"),
+    (
+        {"dynamic_sampling_filter_path": "/no/f.py:f"},
+        "--dynamic-sampling-filter-path /no/f.py:f: no such file /no/f.py",
+    ),
+    ({"advantage_estimator": "grpo", "lambd": 0.9}, "--lambd has no effect with --advantage-estimator grpo"),
+    ({"advantage_estimator": "rloo", "gamma": 1.0}, "--gamma has no effect with --advantage-estimator rloo"),
+    ({"gae_adaptive_alpha": 2.0}, "--gae-adaptive-alpha has no effect with --advantage-estimator gae"),
+    (
+        {"advantage_estimator": "gae_adaptive", "lambd": 0.9},
+        "--lambd has no effect with --gae-adaptive-mode adaptive",
+    ),
+    ({"advantage_estimator": "grpo", "critic_lr": 1e-5}, "--critic-lr has no effect without a critic"),
+    ({"advantage_estimator": "grpo", "num_critic_epochs": 2}, "--num-critic-epochs has no effect without a critic"),
+    ({"advantage_estimator": "grpo", "use_critic": True}, "--advantage-estimator grpo has no use for a critic"),
+    ({"use_critic": False}, "--advantage-estimator gae needs a critic"),
+    (
+        {"advantage_estimator": "dr_grpo", "n_samples_per_prompt": 1},
+        "--advantage-estimator dr_grpo compares the samples of one prompt: --n-samples-per-prompt must be at least 2",
+    ),
+    (
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
+        "--normalize-advantages has no effect with --advantage-estimator reinforce_plus_plus",
+    ),
+    ({"policy_objective": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c has no effect with --policy-objective cispo"),
+    ({"ratio_grad": "in_graph"}, "--ratio-grad has no effect with --policy-objective ppo"),
+    ({"tis_clip": 3.0}, "--tis-clip has no effect with --ratio-correction none"),
+    (
+        {"ratio_correction": "icepop", "mis_veto": 1e-3},
+        "--mis-veto has no effect with --ratio-correction icepop",
+    ),
+    (
+        {"policy_objective": "sao_dis", "use_rollout_logprobs": True, "use_opsm": True},
+        "--policy-objective sao_dis weighs tokens itself: --use-opsm excludes it",
+    ),
+    (
+        {"policy_objective": "sao_dis"},
+        "--policy-objective sao_dis reads the engine's log-probabilities: it needs --use-rollout-logprobs",
+    ),
+    (
+        {"policy_objective": "decoupled_ppo", "ratio_correction": "tis"},
+        "--policy-objective decoupled_ppo weighs tokens itself: --ratio-correction tis excludes it",
+    ),
+    (
+        {"use_rollout_logprobs": True, "ratio_correction": "tis"},
+        "--ratio-correction tis compares the old policy with the engine",
+    ),
+    (
+        {"ratio_correction": "tis", "tis_clip": 1.0, "tis_clip_low": 2.0},
+        "--tis-clip-low 2.0 is above --tis-clip 1.0",
+    ),
+    ({"opsm_delta": 1e-3}, "--opsm-delta has no effect without --use-opsm"),
+    ({"use_opsm": True}, "--use-opsm has no effect with one step per rollout"),
+    ({"loss_agg_length": 8}, "--loss-agg-length has no effect with --loss-agg-mode token-mean"),
+    (
+        {"kl_coef": 0.1, "kl_loss_coef": 0.1, "use_kl_loss": True},
+        "--kl-coef 0.1 and --kl-loss-coef 0.1 would penalise the KL twice: give one",
+    ),
+    ({"use_kl_loss": True}, "--use-kl-loss needs --kl-loss-coef above 0"),
+    ({"kl_loss_coef": 0.1}, "--kl-loss-coef has no effect without --use-kl-loss"),
+    ({"kl_loss_type": "k3"}, "--kl-loss-type has no effect without --kl-coef or --use-kl-loss"),
+    ({"ref_load": "."}, "--ref-load has no effect without --kl-coef or --use-kl-loss"),
+    ({"kl_coef": 0.1, "ref_load": "/no/ref"}, "--ref-load /no/ref: no such folder"),
+    ({"kl_coef": 0.1, "kl_target": 0.2}, "--kl-target has no effect with --kl-controller fixed"),
+    ({"kl_controller": "adaptive"}, "--kl-controller adaptive adapts --kl-coef, which must be above 0"),
+    (
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2", "use_unbiased_kl": True},
+        "--use-unbiased-kl weighs k3: --kl-loss-type k2 does not go with it",
+    ),
+    (
+        {"sao_online_recipe": "coding"},
+        "SAO requires exactly one rollout per prompt, --n-samples-per-prompt is 2",
+    ),
+    ({"sao_compaction": True}, "--sao-compaction has no effect without --sao-online-recipe"),
+    ({"over_sampling_batch_size": 8}, "--over-sampling-batch-size has no effect without --dynamic-sampling-filter"),
+    (
+        {"dynamic_sampling_filter_path": "miles.rollout.filters:nonzero_reward_std", "over_sampling_batch_size": 3},
+        "--over-sampling-batch-size 3 is below --rollout-batch-size 4",
+    ),
+    ({"rollout_only": True, "resume": True}, "--resume has no effect with --rollout-only, which trains nothing"),
+    ({"fault_injection": ["actor@1"]}, "--fault-injection actor@1: expected STAGE@STEP=ACTION"),
+    ({"fault_injection": ["lunch@1=kill_driver"]}, "--fault-injection lunch@1=kill_driver: unknown stage 'lunch'"),
+    ({"fault_injection": ["actor@1=dance"]}, "--fault-injection actor@1=dance: unknown action 'dance'"),
+    ({"fault_injection": ["actor@1=sleep"]}, "--fault-injection actor@1=sleep: sleep, and only sleep, takes seconds"),
+    (
+        {"advantage_estimator": "grpo", "fault_injection": ["actor@1=kill_critic"]},
+        "--fault-injection actor@1=kill_critic: the run has no critic",
+    ),
     (
         {"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2},
         "--rollout-num-gpus 3 is not divisible by --rollout-num-gpus-per-engine 2",
@@ -154,6 +243,29 @@ def test_broken_rule_of_online_training_is_the_only_complaint(
 ) -> None:
     (line,) = problems(online | changes, "train")
     assert line.startswith(complaint)
+
+
+def test_file_that_lists_every_setting_is_no_complaint(online: dict[str, Any]) -> None:
+    """A resolved config of a critic-free run names the critic's settings too, and can be given again."""
+    resolved = Args.build(**online, advantage_estimator="grpo").model_dump()
+    resolved = {name: value for name, value in resolved.items() if name not in ("value_pretrain_eval_split",)}
+    check(Args.from_values(resolved, dict.fromkeys(resolved, "file:config.yaml")), entry="train")
+
+
+def test_rollouts_that_are_loaded_need_neither_prompts_nor_reward(online: dict[str, Any], tmp_path: Path) -> None:
+    del online["prompt_data"], online["custom_rm_path"]
+    assert problems(online | {"load_rollouts": str(tmp_path)}, "train") == []
+    (line,) = problems(online | {"load_rollouts": "/no/rollouts"}, "train")
+    assert line == "--load-rollouts /no/rollouts: no such folder"
+    (line,) = problems(online | {"load_rollouts": str(tmp_path), "custom_rm_path": "m:f"}, "train")
+    assert line == "--custom-rm-path has no effect with --load-rollouts, which starts no engine"
+
+
+def test_dynamic_global_batch_needs_dynamic_batches_and_one_step(online: dict[str, Any]) -> None:
+    lines = problems(online | {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 2}, "train")
+    assert [line.split()[0] for line in lines] == ["--use-dynamic-global-batch-size"] * 2
+    dynamic = {"use_dynamic_global_batch_size": True, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
+    assert problems(online | dynamic, "train") == []
 
 
 OFFLINE: list[tuple[dict[str, Any], str]] = [
@@ -354,6 +466,16 @@ def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
     bf16, greedy = check(args, entry="train")
     assert bf16.startswith("--bf16 on a CPU")
     assert "--eval-temperature 0" in greedy
+
+
+@pytest.mark.parametrize(("kind", "words"), [("k1", "an expected gradient of zero"), ("k3", "a biased gradient")])
+def test_kl_loss_whose_gradient_is_not_the_kls_is_warned_of_once(
+    online: dict[str, Any], kind: str, words: str
+) -> None:
+    loss = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind}
+    (line,) = check(Args.build(**online, **loss), entry="train")
+    assert words in line
+    assert check(Args.build(**online, **(loss | {"kl_loss_type": "k2"})), entry="train") == []
 
 
 def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:

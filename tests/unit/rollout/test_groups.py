@@ -75,15 +75,13 @@ async def test_equal_rewards_are_replaced_and_surplus_groups_come_first_next_tim
     assert trained(after.groups)[: len(leftover)] == trained(leftover)[:2]
 
 
-async def test_filter_that_keeps_nothing_ends_after_the_bound_and_fills_up(
-    prompts: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_filter_that_keeps_nothing_ends_after_the_bound_and_fills_up(prompts: Path) -> None:
     result = await collect_groups(
         source(prompts), score, rollout_id=0, wanted=2, at_first=2, keep=lambda group: False, max_replacements=3
     )
     assert result.num_sampled == 2 + 3
     assert [group[0].group_index for group in result.groups] == [0, 1]
-    assert "filtered ones fill up" in caplog.text
+    assert (result.num_filled_up, result.num_filtered) == (2, 3)
 
 
 async def test_group_with_an_unscored_sample_is_replaced_where_there_is_a_filter(prompts: Path) -> None:

@@ -15,6 +15,7 @@ from miles.utils.tracking_utils.run_folder import (
     create_run_folder,
     installed_versions,
     read_run_json,
+    refuse_changed_config,
     update_run_json,
 )
 
@@ -97,3 +98,42 @@ def test_commit_is_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_record_is_json_that_others_can_read(tmp_path: Path) -> None:
     written = update_run_json(tmp_path, note="é")
     assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == written
+
+
+def begun(tmp_path: Path, **settings: object) -> Args:
+    args = Args.build(run_dir=str(tmp_path), num_rollout=4, lr=1e-4, **settings)
+    create_run_folder(args, entry="train")
+    return args
+
+
+def test_resume_with_the_same_settings_is_no_change(tmp_path: Path) -> None:
+    refuse_changed_config(begun(tmp_path, rollout_stop_token_ids=[3, 4]).replace(source="flag", resume=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"log_level": "ERROR"}, {"num_rollout": 9}, {"save_interval": 2}, {"sglang_health_timeout_s": 5.0}],
+)
+def test_resume_with_another_setting_that_no_figure_follows_from_is_accepted(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    refuse_changed_config(begun(tmp_path).replace(source="flag", **changes))
+
+
+def test_resume_with_a_changed_setting_is_refused_by_field_or_allowed_by_name(tmp_path: Path) -> None:
+    args = begun(tmp_path).replace(source="flag", lr=1e-3, gamma=0.9)
+    with pytest.raises(ValueError) as refused:
+        refuse_changed_config(args)
+    lines = str(refused.value).splitlines()
+    # critic_lr follows from lr.
+    assert [line.split()[1] for line in sorted(lines)] == ["critic_lr", "gamma", "lr"]
+    assert "--resume: lr is 0.001, the run began with 0.0001; " in str(refused.value)
+    refuse_changed_config(args.replace(source="flag", allow_config_change=["lr", "gamma", "critic_lr"]))
+    with pytest.raises(ValueError, match=r"unknown setting 'gama' \(did you mean gamma\?\)"):
+        refuse_changed_config(args.replace(source="flag", allow_config_change=["gama"]))
+
+
+def test_resume_of_a_decaying_run_may_not_change_its_length(tmp_path: Path) -> None:
+    args = begun(tmp_path, lr_decay_style="cosine").replace(source="flag", num_rollout=9)
+    with pytest.raises(ValueError, match="num_rollout is 9, the run began with 4"):
+        refuse_changed_config(args)

@@ -1,0 +1,68 @@
+"""The estimator of a run: chosen by settings, blind to samples without a reward."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles.config import Args
+from miles.ray.advantages import Advantages
+
+
+def batch(rewards: list[float], masks: list[list[int]]) -> dict[str, Any]:
+    return {
+        "rewards": rewards,
+        "loss_masks": masks,
+        "response_lengths": [len(mask) for mask in masks],
+        "group_indices": [0] * len(rewards),
+        "sample_indices": list(range(len(rewards))),
+    }
+
+
+def test_sample_without_a_reward_counts_in_no_group() -> None:
+    """Rewards 1 and 0 have mean .5 and deviation .7071; a third, masked row must not move them."""
+    estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=3))
+    advantages, returns = estimate(batch([1.0, 0.0, 0.0], [[1, 0], [1], [0, 0]]), kl_coef=0.0)
+    assert advantages[0] == pytest.approx([0.5 / (0.5**0.5 + 1e-6), 0.0], rel=1e-5)
+    assert advantages[1] == pytest.approx([-0.5 / (0.5**0.5 + 1e-6)], rel=1e-5)
+    assert [len(row) for row in returns] == [2, 1, 2]
+    assert not advantages[2].any()
+
+
+def test_rollout_without_any_trainable_token_is_one_line() -> None:
+    estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=2))
+    with pytest.raises(ValueError, match="no sample of the rollout has a trainable token"):
+        estimate(batch([0.0, 0.0], [[0], [0]]), kl_coef=0.0)
+
+
+def test_own_estimator_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(batch, options):\n    a = batch.rewards_N[batch.row_A] * 2\n    return a, a\n")
+    estimate = Advantages(Args.build(advantage_estimator=f"{file}:mine"))
+    advantages, _ = estimate(batch([1.0, 3.0], [[1], [1, 1]]), kl_coef=0.0)
+    assert [row.tolist() for row in advantages] == [[2.0], [6.0, 6.0]]
+
+
+def test_own_estimator_that_needs_values_without_a_critic_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "needy.py"
+    file.write_text(
+        "from miles.algorithms.advantages import register_advantage_estimator\n"
+        "@register_advantage_estimator('needy', needs_values=True)\n"
+        "def needy(batch, options):\n    return batch.values_A, batch.values_A\n"
+    )
+    with pytest.raises(ValueError, match="needs a critic: --use-critic"):
+        Advantages(Args.build(advantage_estimator=f"{file}:needy"))
+    Advantages(Args.build(advantage_estimator=f"{file}:needy", use_critic=True))
+
+
+def test_penalty_is_the_kl_of_the_old_policy_to_the_reference() -> None:
+    """k2 of log-probs -1 and -3 is 2; nothing outside the mask."""
+    estimate = Advantages(Args.build(kl_coef=0.1, kl_loss_type="k2"))
+    columns = {
+        "old_log_probs": [np.array([-1.0, np.nan])],
+        "ref_log_probs": [np.array([-3.0, 0.0])],
+        "loss_masks": [[1, 0]],
+    }
+    (row,) = estimate.penalty(columns)
+    assert row.tolist() == [2.0, 0.0]
