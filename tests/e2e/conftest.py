@@ -1,5 +1,6 @@
 """Whole programs as a user starts them; every process they leave behind is found by a mark in its environment."""
 
+import contextlib
 import json
 import os
 import signal
@@ -40,6 +41,14 @@ class Program:
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.process.pid, how)
 
+    def kill_everything(self) -> None:
+        """End the program and all it started without a word, as a machine that loses its power does."""
+        while left := processes_with(self.mark):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
 
 @dataclass
 class Finished:
@@ -55,9 +64,9 @@ class Finished:
         return lines[-1] if lines else ""
 
 
-def processes_with(mark: str) -> list[str]:
+def processes_with(mark: str) -> dict[int, str]:
     """Command lines of the living processes that were started with this mark, zombies left out."""
-    found = []
+    found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -65,7 +74,7 @@ def processes_with(mark: str) -> list[str]:
             if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
     return found
@@ -73,15 +82,23 @@ def processes_with(mark: str) -> list[str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """A function that starts a program of the repository with flags; all are killed at the end of the test."""
+    """A function that starts a program of the repository with flags; all are killed at the end of the test.
+
+    `pause` names a file operation to halt before (see pause/sitecustomize.py); the file `paused` tells when.
+    """
     programs: list[Program] = []
 
-    def begin(program: str, *words: Any) -> Program:
+    def begin(program: str, *words: Any, pause: str | None = None) -> Program:
         mark = uuid.uuid4().hex
+        env = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, "COLUMNS": "200"}
+        if pause is not None:
+            (tmp_path / "paused").unlink(missing_ok=True)
+            env["PYTHONPATH"] = f"{Path(__file__).parent / 'pause'}{os.pathsep}{ROOT}"
+            env |= {"MILES_TEST_PAUSE": pause, "MILES_TEST_PAUSED": str(tmp_path / "paused")}
         process = subprocess.Popen(
             [sys.executable, str(ROOT / program), *map(str, words)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, "COLUMNS": "200"},
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,7 +131,7 @@ def assert_no_process_left() -> Callable[..., None]:
         deadline = time.monotonic() + within_s
         while (left := processes_with(mark)) and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert not left, f"{len(left)} processes left: {left}"
+        assert not left, f"{len(left)} processes left: {list(left.values())}"
 
     return check
 
