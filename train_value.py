@@ -1,5 +1,7 @@
 """Offline value pretraining: train a critic on recorded trajectories, or put one through the gate."""
 
+import sys
+
 from miles.config import Args
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
@@ -39,6 +41,9 @@ if __name__ == "__main__":
         update_run_json(create_run_folder(settings, entry="train_value"), value_data=value_plan.data_record())
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train_value.py: {mistake}") from None
+    except KeyboardInterrupt:
+        print("train_value.py: interrupted before a device was reserved", file=sys.stderr)
+        raise SystemExit(130) from None
     # Ray comes only now: everything above is refused within a second or two.
     from miles.ray.program import run_program
 

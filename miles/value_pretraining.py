@@ -483,6 +483,11 @@ def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePr
     )
     if not eval_only and resume is not None and resume.completed_steps > num_steps:
         raise ValueError(f"critic checkpoint step {resume.completed_steps} exceeds the {num_steps}-step batch plan")
+    if not eval_only and resume is not None and resume.completed_steps == num_steps:
+        raise ValueError(
+            f"no step is left: the checkpoint already holds all {num_steps} steps of the batch plan; "
+            "more --value-pretrain-epochs continue it"
+        )
     dataset = ValuePretrainDataset(spec, manifest.objective)
     batches = None
     if eval_only:

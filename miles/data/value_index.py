@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import time
 from array import array
 from dataclasses import dataclass
 from functools import cache
@@ -90,11 +91,17 @@ def open_index(path: Path, *, sha256: str, objective: ValueObjective) -> Opened:
     known = _read_cache(path, sha256=sha256, objective=objective)
     with path.open("rb", buffering=1 << 16) as stream:
         before = os.fstat(stream.fileno())
+        began = time.monotonic()
+        if before.st_size >= CACHE_FROM_BYTES:
+            verb = "hashing" if known is not None else "validating"
+            logger.info("%s %s, %.2f GB", verb, path, before.st_size / 1e9)
         if known is not None:
             rows, digest = None, _hash(stream)
         else:
             rows, digest = scan_file(stream, size=before.st_size, objective=objective)
         after, named = os.fstat(stream.fileno()), os.stat(path)
+    if before.st_size >= CACHE_FROM_BYTES:
+        logger.info("%s: read in %.1f s", path, time.monotonic() - began)
     changed = any(_identity(other) != _identity(before) for other in (after, named))
     if rows is None:
         assert known is not None

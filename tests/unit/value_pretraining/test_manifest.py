@@ -65,6 +65,8 @@ def test_manifest_pin_is_checked_before_the_json(tmp_path):
         (b"\xef\xbb\xbf{}", "invalid value-pretraining manifest JSON: starts with a byte-order mark"),
         (b'{"schema":1,"schema":2}', "invalid value-pretraining manifest JSON: duplicate key 'schema'"),
         (b'{"schema":NaN}', "invalid value-pretraining manifest JSON: NaN"),
+        (b'{"a":{"b":1,"b":2}}', "invalid value-pretraining manifest JSON: duplicate key 'b'"),
+        (b'{"a":-Infinity}', "invalid value-pretraining manifest JSON: -Infinity"),
         (b"[]", "manifest must be a JSON object"),
         (b"{}", r"manifest\.schema must be 'miles\.value-pretrain\.v1', got None"),
     ],
@@ -74,6 +76,22 @@ def test_manifest_not_strict_json_object_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_value_pretrain_manifest(path)
+
+
+def test_manifest_with_crlf_is_json_like_any_other(make_manifest, value_row):
+    path = make_manifest([value_row(0)])
+    path.write_bytes(json.dumps(json.loads(path.read_bytes()), indent=1).replace("\n", "\r\n").encode())
+    assert load_value_pretrain_manifest(path).train.num_samples == 1
+
+
+def test_manifest_paths_are_absolute_or_relative_to_its_folder(make_manifest, value_row, tmp_path, monkeypatch):
+    path = make_manifest([value_row(0)])
+    monkeypatch.chdir("/")
+    raw = json.loads(path.read_text())
+    for stated in ("./x/../train.jsonl", str(tmp_path / "train.jsonl")):
+        raw["train"]["path"] = stated
+        path.write_text(json.dumps(raw))
+        assert load_value_pretrain_manifest(path).train.path == (tmp_path / "train.jsonl").resolve()
 
 
 SPEC = {"path": "train.jsonl", "sha256": "a" * 64, "num_samples": 1}
@@ -89,6 +107,10 @@ SPEC = {"path": "train.jsonl", "sha256": "a" * 64, "num_samples": 1}
         ({**SPEC, "sha256": "A" * 64}, r"\.sha256 must be a SHA-256"),
         ({**SPEC, "sha256": "a" * 63}, r"\.sha256 must be a SHA-256"),
         ({**SPEC, "sha256": None}, r"\.sha256 must be a SHA-256"),
+        ({**SPEC, "sha256": "a" * 65}, r"\.sha256 must be a SHA-256"),
+        ({**SPEC, "sha256": "g" * 64}, r"\.sha256 must be a SHA-256"),
+        ({**SPEC, "sha256": "a" * 64 + "\n"}, r"\.sha256 must be a SHA-256"),
+        ({**SPEC, "path": "a\0b"}, r"\.path must not hold a zero byte"),
         ({**SPEC, "num_samples": 0}, r"\.num_samples must be an integer of at least 1"),
         ({**SPEC, "num_samples": True}, r"\.num_samples must be an integer"),
         ({**SPEC, "num_samples": 1.0}, r"\.num_samples must be an integer"),
@@ -126,6 +148,9 @@ def test_manifest_data_through_a_symbolic_link_outside_is_allowed_and_resolved(m
         ({"reward_range": "01"}, r"objective\.reward_range must be a list of two"),
         ({"reward_range": [False, 1.0]}, r"objective\.reward_range\[0\] must be a finite number"),
         ({"reward_range": [0.0, None]}, r"objective\.reward_range\[1\] must be a finite number"),
+        ({"reward_range": [0.0, 0.5, 1.0]}, r"objective\.reward_range must be a list of two"),
+        ({"reward_range": [0, 10**400]}, r"objective\.reward_range\[1\] must be a finite number"),
+        ({"hl_gauss_sigma_ratio": True}, r"objective\.hl_gauss_sigma_ratio must be a finite number"),
         ({"reward_range": [1.0, 1.0]}, "LOW < HIGH"),
         ({"reward_range": [2, 1]}, "LOW < HIGH"),
         ({"target_type": "one_hot"}, r"objective\.target_type must be one of two_hot, hl_gauss"),

@@ -159,9 +159,24 @@ def test_prepare_checkpoint_past_the_plan_is_refused_in_training_only(make_args,
     contract(args, tmp_path / "critic", completed_steps=5)
     with pytest.raises(ValueError, match="critic checkpoint step 5 exceeds the 4-step batch plan"):
         prepare(args)
+    contract(args, tmp_path / "critic", completed_steps=4)
+    with pytest.raises(ValueError, match="no step is left: the checkpoint already holds all 4 steps"):
+        prepare(args)
+    assert prepare(SimpleNamespace(**{**vars(args), "value_pretrain_epochs": 3})).resume_after == 4
     evaluation = make_eval_args()
     contract(evaluation, tmp_path / "critic", completed_steps=5)
     assert prepare(evaluation).resume_after == 5
+
+
+def test_prepare_records_where_the_data_lie_in_truth(make_args, tmp_path):
+    args = make_args()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "elsewhere" / "rows.jsonl")
+    (tmp_path / "train.jsonl").symlink_to(tmp_path / "elsewhere" / "rows.jsonl")
+    record = prepare(args).data_record()
+    assert record["train"]["path"] == str((tmp_path / "elsewhere" / "rows.jsonl").resolve())
+    assert record["heldout"]["path"] == str((tmp_path / "heldout.jsonl").resolve())
+    assert record["manifest"]["path"] == str((tmp_path / "manifest.json").resolve())
 
 
 @pytest.mark.parametrize(
