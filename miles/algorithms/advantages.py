@@ -409,7 +409,7 @@ def compute_advantages_and_returns(
 
 def _whiten(x_A: np.ndarray) -> np.ndarray:
     x = torch.as_tensor(x_A, dtype=torch.float64)
-    return whiten(x, torch.ones_like(x)).numpy()
+    return whiten(x, mask=torch.ones_like(x)).numpy()
 
 
 def _gae(batch: AdvantageBatch, options: AdvantageOptions, lam_N: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

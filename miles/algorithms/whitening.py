@@ -6,7 +6,7 @@ from torch import Tensor
 from miles.algorithms.aggregation import masked
 
 
-def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
+def whitening_stats(x: Tensor, *, mask: Tensor) -> Tensor:
     """(count, sum, sum of squares) of `x` inside the mask, float64 [3]; add those of all ranks that share the batch.
 
     All zeros where there is no token: such a rank takes part in the sum like any other.
@@ -15,7 +15,7 @@ def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([active_A.new_tensor(len(active_A)), active_A.sum(), active_A.square().sum()])
 
 
-def whiten(x: Tensor, mask: Tensor, *, stats: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+def whiten(x: Tensor, *, mask: Tensor, stats: Tensor | None = None, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) with the population variance, in `x`'s dtype, 0 outside the mask.
 
     Args:

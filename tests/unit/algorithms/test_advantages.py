@@ -1,5 +1,6 @@
 """Estimators over whole batches against NumPy loops, and what a batch may hold: uneven groups, siblings, holes."""
 
+import inspect
 import itertools
 
 import numpy as np
@@ -8,6 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.algorithms import advantages as advantages_module
+from miles.algorithms import corrections, kl, policy_losses, value_losses, whitening
+from miles.algorithms import gae as gae_module
 from miles.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     compute_advantages_and_returns,
@@ -15,6 +19,7 @@ from miles.algorithms.advantages import (
     resolve_advantage_estimator,
 )
 from miles.algorithms.whitening import whiten, whitening_stats
+from miles.rollout.rewards import load_function
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 
@@ -399,6 +404,29 @@ def test_registry_function_of_ones_own_by_name_and_by_itself():
         del ADVANTAGE_ESTIMATORS["test_only_reward"]
 
 
+def test_registry_file_of_ones_own_by_path(tmp_path):
+    # as --advantage-estimator FILE.py:FUNCTION does: the loader brings the function, the registry what it needs
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "from miles.algorithms.advantages import register_advantage_estimator\n"
+        "@register_advantage_estimator('longest_first', needs_groups=True)\n"
+        "def longest_first(batch, options):\n"
+        "    advantages_A = batch.on_tokens(batch.grouped_rewards().centred_M) * batch.counts_N[batch.row_A]\n"
+        "    return advantages_A, batch.monte_carlo(batch.rewards_N, options.gamma)\n"
+    )
+    batch = {"rewards": [1.0, 0.0], "group_indices": [0, 0], "loss_masks": [[1, 1, 0], [1]]}
+    try:
+        # twice: whoever loads the file again gets a new function under the old name
+        for _ in range(2):
+            function = load_function(f"{tmp_path / 'mine.py'}:longest_first")
+            assert resolve_advantage_estimator(function).needs_groups
+        advantages, returns = compute_advantages_and_returns(batch, estimator=function)
+        assert [a.tolist() for a in advantages] == [[1, 1, 0], [-0.5]]
+        assert [r.tolist() for r in returns] == [[1, 1, 0], [0]]
+    finally:
+        del ADVANTAGE_ESTIMATORS["longest_first"]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -443,6 +471,21 @@ def test_registry_says_what_each_estimator_reads():
             assert differs == (option in estimator.options), (name, option)
 
 
+def test_public_functions_take_masks_by_name_only():
+    # faults.md row 16: advantages passed where the mask was expected
+    modules = (advantages_module, corrections, gae_module, kl, policy_losses, value_losses, whitening)
+    found = 0
+    for module in modules:
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ != module.__name__ or name.startswith("_"):
+                continue
+            for parameter in inspect.signature(function).parameters.values():
+                if "mask" in parameter.name:
+                    found += 1
+                    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, (name, parameter.name)
+    assert found > 10
+
+
 # --- whitening
 
 
@@ -459,31 +502,31 @@ def test_compute_normalized_advantages_are_white_and_returns_stay_raw():
 
 def test_whiten_padding_counts_in_neither_mean_nor_variance():
     # faults.md row 12: mean 2, variance 1 over the mask
-    torch.testing.assert_close(whiten(tensor(1, 3, 0, 0), tensor(1, 1, 0, 0)), tensor(-1, 1, 0, 0))
+    torch.testing.assert_close(whiten(tensor(1, 3, 0, 0), mask=tensor(1, 1, 0, 0)), tensor(-1, 1, 0, 0))
 
 
 def test_whiten_shares_with_summed_stats_equal_the_whole_even_where_one_has_no_token():
     # faults.md row 11: a share without tokens adds zeros, so it can take part in the sum
     shares = [(tensor(1, 2, 99), tensor(1, 1, 0)), (tensor(3), tensor(1)), (tensor(), tensor())]
-    stats = sum(whitening_stats(x, mask) for x, mask in shares)
+    stats = sum(whitening_stats(x, mask=mask) for x, mask in shares)
     assert stats.tolist() == [3.0, 6.0, 14.0]
-    got = [whiten(x, mask, stats=stats) for x, mask in shares]
+    got = [whiten(x, mask=mask, stats=stats) for x, mask in shares]
     torch.testing.assert_close(torch.cat(got), tensor(-1.2247449, 0, 0, 1.2247449))
-    nothing = whitening_stats(tensor(5), tensor(0))
+    nothing = whitening_stats(tensor(5), mask=tensor(0))
     assert nothing.tolist() == [0.0, 0.0, 0.0]
-    assert whiten(tensor(5), tensor(0), stats=nothing).tolist() == [0.0]
+    assert whiten(tensor(5), mask=tensor(0), stats=nothing).tolist() == [0.0]
 
 
 def test_whiten_constant_advantages_give_zero_not_nan():
     # faults.md row 23
-    assert whiten(tensor(5), tensor(1)).item() == 0.0
-    assert whiten(tensor(), tensor()).numel() == 0
+    assert whiten(tensor(5), mask=tensor(1)).item() == 0.0
+    assert whiten(tensor(), mask=tensor()).numel() == 0
 
 
 def test_whiten_nan_outside_the_mask_ignored_inside_surfaces():
     nan = float("nan")
-    torch.testing.assert_close(whiten(tensor(1, nan, 3), tensor(1, 0, 1)), tensor(-1, 0, 1))
-    assert torch.isnan(whiten(tensor(1, nan, 3), tensor(1, 1, 1))).all()
+    torch.testing.assert_close(whiten(tensor(1, nan, 3), mask=tensor(1, 0, 1)), tensor(-1, 0, 1))
+    assert torch.isnan(whiten(tensor(1, nan, 3), mask=tensor(1, 1, 1))).all()
 
 
 def test_gae_returns_lambda_below_one_flatter_a_critic_that_knows_nothing():
