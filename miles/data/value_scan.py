@@ -97,7 +97,7 @@ def scan_file(stream: BufferedReader, *, size: int, objective: ValueObjective) -
         size: expected number of bytes; decides only how many processes parse.
 
     Raises:
-        RuntimeError: a parsing process ended, killed for memory perhaps.
+        ChildProcessError: a parsing process ended, killed for memory perhaps.
     """
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0))) if size >= PARALLEL_FROM_BYTES else 0
     slots = max(1, workers * SLOTS_PER_WORKER)

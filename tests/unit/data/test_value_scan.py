@@ -119,5 +119,5 @@ def test_scan_whose_worker_is_killed_says_so(in_parallel, parallel_rows, monkeyp
         return worker
 
     monkeypatch.setattr(value_scan, "_Worker", start_and_kill)
-    with pytest.raises(RuntimeError, match="a process that parses value rows ended with status -9"):
+    with pytest.raises(ChildProcessError, match="a process that parses value rows ended with status -9"):
         scan(b"".join(parallel_rows))
