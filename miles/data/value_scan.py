@@ -213,7 +213,7 @@ class _Worker:
             self._fail()
 
     def _fail(self) -> NoReturn:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"a process that parses value rows ended with status {self._process.wait(timeout=10)}"
         ) from None
 
