@@ -105,7 +105,7 @@ class OnlineTrainer:
         self._critic: RayTrainGroup | None = None
         self._rank_restarts = 0
         self._losses: asyncio.Task[LostEngine] | None = None
-        self._owed: LostEngine | None = None
+        self._owed: dict[int, LostEngine] = {}
         self._urls: dict[int, str] = {}
         self._generating: Any = None
         self._state = state
@@ -159,9 +159,8 @@ class OnlineTrainer:
             await self._sync.connect(self._actor)
             version = 1 if state is None else state["weight_version"]
             await self._publish(version, check=self._args.check_weight_sync != "never")
-        if self._owed is not None:
-            await self._tell_restored(self._owed.number)
-            self._owed = None
+        for number in list(self._owed):
+            await self._tell_restored(number)
 
     async def recover(self, lost: TrainingRankLost) -> int:
         """Start the training groups again from the last save; the number of the rollout to go on with.
@@ -186,9 +185,11 @@ class OnlineTrainer:
         self._tracker.rewind(first + 1 if first else 0)
         await self._start_groups()
         if self._sync is not None:
+            # A rank that died while it sent weights leaves engines in the middle of an update.
             await self._sync.settle()
-        if self._owed is not None:
-            await self._restart_engine(self._owed)
+            self._owed |= {loss.number: loss for loss in await self._sync.lost_engines()}
+            for loss in self._owed.values():
+                await self._restart_engine(loss)
         await self._go_on_from_state()
         return first
 
@@ -353,11 +354,10 @@ class OnlineTrainer:
                 if loss.url != self._urls[loss.number]:
                     continue
                 # Until requests are sent again somebody owes the pool an answer, also if a training rank dies now.
-                self._owed = loss
+                self._owed[loss.number] = loss
                 await self._restart_engine(loss)
                 await self._sync.resend(loss.number)
                 await self._tell_restored(loss.number)
-                self._owed = None
         return await running
 
     async def _restart_engine(self, loss: LostEngine) -> None:
@@ -374,6 +374,7 @@ class OnlineTrainer:
     async def _tell_restored(self, number: int) -> None:
         assert self._engines is not None
         await self._manager.engine_restored.remote(number, self._urls[number], self._engines.actors[number])
+        self._owed.pop(number, None)
 
     async def _publish(self, version: int, *, check: bool) -> None:
         """Publish the weights, whatever happens to engines meanwhile."""

@@ -88,7 +88,7 @@ def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
         "critic@2=kill_critic",
         "save_state@2=kill_actor",
         "sync@3=hang_engine",
-        "actor@4=kill_actor",
+        "sync@4=kill_actor",
     )
     done = run(
         "train.py",
