@@ -25,6 +25,7 @@ from miles.algorithms.aggregation import LOSS_AGGREGATIONS, aggregate, loss_deno
 from miles.algorithms.corrections import Correction, icepop, importance_weights, opsm_keep, tis
 from miles.algorithms.kl import KL_KINDS, kl_estimate
 from miles.algorithms.policy_losses import PolicyLoss
+from miles.algorithms.value_losses import classification_value_loss, mse_value_loss
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "unit" / "algorithms" / "references.py"
 
@@ -220,6 +221,50 @@ def losses(reference: Any, batch: dict[str, Any]) -> Iterator[tuple[str, str, An
         yield f"aggregation {mode}", "loop over sequences", [[float(total) / denominator]], [[expected]]
 
 
+def value_losses(reference: Any, batch: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
+    bins, low, high = 21, -1.0, 2.0
+    rng = np.random.default_rng(int(abs(batch["values"][0][0]) * 1e9))
+    returns, values, old = (rng.uniform(low, high, size=30) for _ in range(3))
+    logits = rng.normal(size=(30, bins))
+    mask_T = torch.tensor(rng.integers(0, 2, size=30))
+
+    def masked(numbers: list[float]) -> list[list[float]]:
+        return [[x if m else 0.0 for x, m in zip(numbers, mask_T.tolist(), strict=True)]]
+
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        return torch.tensor(x, dtype=torch.float32)
+
+    for clip in (None, 0.2):
+        loss_T, _ = mse_value_loss(
+            values=tensor(values),
+            returns=tensor(returns),
+            loss_mask=mask_T,
+            old_values=None if clip is None else tensor(old),
+            value_clip=clip,
+        )
+        expected = [
+            reference.value_mse(v, r, None if clip is None else o, clip)
+            for v, r, o in zip(values, returns, old, strict=True)
+        ]
+        yield f"value mse{'' if clip is None else ', clip .2'}", "one token", [loss_T.numpy()], masked(expected)
+    for target_type in ("two_hot", "hl_gauss"):
+        loss_T, _ = classification_value_loss(
+            logits_TB=tensor(logits),
+            returns_T=tensor(returns),
+            loss_mask_T=mask_T,
+            reward_range=[low, high],
+            target_type=target_type,
+        )
+        targets = [
+            reference.two_hot(r, bins, low, high)
+            if target_type == "two_hot"
+            else reference.hl_gauss(r, bins, low, high, 0.75)
+            for r in returns
+        ]
+        expected = [reference.cross_entropy(x, t) for x, t in zip(logits, targets, strict=True)]
+        yield f"value {target_type}", "one token", [loss_T.numpy()], masked(expected)
+
+
 def largest_difference(found: Any, expected: Any) -> float:
     found_A = np.concatenate([np.asarray(row, dtype=np.float64) for row in found])
     expected_A = np.concatenate([np.asarray(row, dtype=np.float64) for row in expected])
@@ -235,7 +280,7 @@ def main() -> int:
     differences: dict[tuple[str, str], float] = {}
     for seed in range(args.batches):
         batch = make_batch(np.random.default_rng(seed))
-        for part in (estimators, losses):
+        for part in (estimators, losses, value_losses):
             for what, against, found, expected in part(reference, batch):
                 key = (what, against)
                 differences[key] = max(differences.get(key, 0.0), largest_difference(found, expected))

@@ -165,3 +165,38 @@ def aggregate(mode, losses, masks, constant=None):
     if mode == "seq-mean-token-sum":
         return sum(sums) / sequences
     return sum(sums) / sequences / constant
+
+
+# -------------------------------------------------------------------- value losses, one token
+
+
+def value_mse(value, target, old=None, clip=None):
+    loss = (value - target) ** 2
+    if old is None:
+        return loss
+    return max(loss, (min(max(value, old - clip), old + clip) - target) ** 2)
+
+
+def two_hot(target, bins, low, high):
+    position = (min(max(target, low), high) - low) / (high - low) * (bins - 1)
+    below = math.floor(position)
+    out = [0.0] * bins
+    out[below] += 1 - (position - below)
+    if position > below:
+        out[below + 1] += position - below
+    return out
+
+
+def hl_gauss(target, bins, low, high, ratio):
+    width = (high - low) / (bins - 1)
+    mean, spread = min(max(target, low), high), ratio * width * math.sqrt(2)
+    centres = [low + i * width for i in range(bins)]
+    mass = [
+        (math.erf((c + width / 2 - mean) / spread) - math.erf((c - width / 2 - mean) / spread)) / 2 for c in centres
+    ]
+    return [m / sum(mass) for m in mass]
+
+
+def cross_entropy(logits, target):
+    log_z = math.log(sum(math.exp(x) for x in logits))
+    return -sum(p * (x - log_z) for p, x in zip(target, logits, strict=True))

@@ -115,6 +115,45 @@ def test_mse_value_loss_clipped_takes_the_larger_and_stops_its_gradient():
     assert metrics["value_clipped"].item() == 1
 
 
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), clip=st.sampled_from([None, 0.2]))
+def test_mse_value_loss_any_tokens_equal_the_scalar_formula(reference, seed, clip):
+    values, returns, old = np.random.default_rng(seed).normal(size=(3, 8))
+    loss, _ = mse_value_loss(
+        values=torch.tensor(values),
+        returns=torch.tensor(returns),
+        loss_mask=torch.ones(8),
+        old_values=None if clip is None else torch.tensor(old),
+        value_clip=clip,
+    )
+    rows = zip(values, returns, old, strict=True)
+    expected = [reference.value_mse(v, r, None if clip is None else o, clip) for v, r, o in rows]
+    np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), target_type=st.sampled_from(["two_hot", "hl_gauss"]), bins=st.integers(2, 30))
+def test_classification_value_loss_any_tokens_equal_the_scalar_formula(reference, seed, target_type, bins):
+    rng = np.random.default_rng(seed)
+    # beyond the range too: such returns count as its ends
+    returns, logits = rng.uniform(-2, 3, size=5), rng.normal(size=(5, bins))
+    loss, _ = classification_value_loss(
+        logits_TB=torch.tensor(logits),
+        returns_T=torch.tensor(returns),
+        loss_mask_T=torch.ones(5),
+        reward_range=[-1.0, 2.0],
+        target_type=target_type,
+        sigma_ratio=0.6,
+    )
+    for found, x, target in zip(loss.tolist(), logits, returns, strict=True):
+        goal = (
+            reference.two_hot(target, bins, -1, 2)
+            if target_type == "two_hot"
+            else reference.hl_gauss(target, bins, -1, 2, 0.6)
+        )
+        assert found == pytest.approx(reference.cross_entropy(x, goal), rel=1e-4, abs=1e-5)
+
+
 def test_mse_value_loss_half_of_the_clip_arguments_refused():
     with pytest.raises(ValueError, match="belong together"):
         mse_value_loss(values=tensor(1), returns=tensor(1), loss_mask=tensor(1), value_clip=0.2)
