@@ -134,6 +134,19 @@ async def test_restart_at_any_rollout_trains_the_same_groups(
     assert len(flat) == len(set(flat)), "a sample was trained twice"
 
 
+async def test_restart_at_the_end_of_an_epoch_goes_on_with_the_next(prompts: Path) -> None:
+    """faults.md row 35: four rollouts an epoch, saved after four, eight wanted: four more, all prompts again."""
+    before, after = source(prompts, members=1), source(prompts, members=1)
+    for rollout_id in range(4):
+        await collect_groups(before, score, rollout_id=rollout_id, wanted=2, at_first=2)
+    after.load_state_dict(before.state_dict())
+    second: list[str] = []
+    for rollout_id in range(4, 8):
+        result = await collect_groups(after, score, rollout_id=rollout_id, wanted=2, at_first=2)
+        second += trained(result.groups)
+    assert sorted(second) == [str(i) for i in range(8)]
+
+
 async def test_every_prompt_of_an_epoch_is_sampled_once(prompts: Path) -> None:
     one = source(prompts, members=1)
     sampled: list[str] = []

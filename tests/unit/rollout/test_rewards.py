@@ -132,6 +132,43 @@ async def test_slow_reward_ends_the_round_and_is_named(asynchronous, caplog):
     assert "sample 11" in caplog.text and "more than 0.3 s" in caplog.text
 
 
+@pytest.mark.parametrize("together", [False, True])
+async def test_failing_reward_may_drop_its_samples_and_is_named(together, caplog):
+    def fails(sample):
+        if sample.index == 11:
+            raise ConnectionError("judge unreachable")
+        return 1.0
+
+    def fails_for_all(samples):
+        raise ConnectionError("judge unreachable")
+
+    samples = make_samples(2)
+    with caplog.at_level(logging.WARNING):
+        unscored = await score_samples(samples, fails_for_all if together else fails, timeout_s=5, on_error="drop")
+    assert unscored == (samples if together else samples[1:])
+    assert samples[1].status is SampleStatus.FAILED and samples[1].reward is None
+    assert "failed on sample 11: ConnectionError: judge unreachable" in samples[1].metadata["failure"]
+    assert samples[1].metadata["failure"] in caplog.text
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_late_reward_may_stop_the_run(together):
+    async def slow(sample):
+        await asyncio.sleep(60)
+
+    async def slow_together(samples):
+        await asyncio.sleep(60)
+
+    with pytest.raises(ValueError, match=r"took more than 0.1 s on sample 10"):
+        await score_samples(make_samples(1), slow_together if together else slow, timeout_s=0.1, on_timeout="stop")
+
+
+@pytest.mark.parametrize("policy", ["drop", "stop"])
+async def test_wrong_value_stops_whatever_the_policy(policy):
+    with pytest.raises(ValueError, match="returned None"):
+        await score_samples(make_samples(1), lambda sample: None, timeout_s=5, on_timeout=policy, on_error=policy)
+
+
 async def test_time_of_waiting_for_a_turn_is_not_counted():
     samples = make_samples(6)
 

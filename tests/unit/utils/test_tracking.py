@@ -86,6 +86,15 @@ def test_resumed_run_drops_its_first_step_and_later_of_every_stage(tmp_path: Pat
     ]
 
 
+def test_rewound_run_drops_what_it_does_again_and_goes_on(tmp_path: Path) -> None:
+    with Tracker(settings(tmp_path)) as tracker:
+        for step in (0, 1, 2, 3):
+            tracker.log(step, "train", {"loss": float(step)})
+        tracker.rewind(2)
+        tracker.log(2, "train", {"loss": 20.0})
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
 def test_run_started_anew_keeps_what_is_there(tmp_path: Path) -> None:
     for step in (1, 1):
         with Tracker(settings(tmp_path)) as tracker:
