@@ -325,17 +325,31 @@ def _detail(rows: Sequence[_Row], *, stats: dict[str, ValueEvalStats], low: floa
 
     for row in rows:
         calibration["trajectory_weighted"].add(bin_of(row.mean), row.mean, row.label)
-        along = positions.setdefault(row.label, _Binned(POSITION_BINS))
-        for place, value in enumerate(row.values):
+        for value in row.values:
             if value is not None:
                 calibration["token_weighted"].add(bin_of(value), value, row.label)
-                along.add(int((place + 0.5) / len(row.values) * POSITION_BINS), value, row.label)
+        along = positions.setdefault(row.label, _Binned(POSITION_BINS))
+        for place, value in _along(row.values):
+            along.add(place, value, row.label)
     return _Detail(
         stats=stats,
         calibration={name: binned.sums() for name, binned in calibration.items()},
         positions={label: binned.sums() for label, binned in sorted(positions.items())},
         worst=_worst(rows),
     )
+
+
+def _along(values: Sequence[float | None]) -> Iterator[tuple[int, float]]:
+    """Yield (part, mean prediction) for each equal part of a response that holds an active token.
+
+    A token that reaches into several parts of a short response counts in each, so that trajectories of all lengths
+    are in every part and a curve over the parts compares like with like.
+    """
+    length = len(values)
+    for part in range(POSITION_BINS):
+        covered = values[part * length // POSITION_BINS : -(-(part + 1) * length // POSITION_BINS)]
+        if any(value is not None for value in covered):
+            yield part, _mean_prediction(covered)
 
 
 def _worst(rows: Sequence[_Row]) -> list[_Row]:
@@ -403,13 +417,13 @@ _DETAIL = "detail"
 
 
 def _position_curves(parts: Sequence[Mapping[float, dict[str, list[Any]]]]) -> dict[str, Any]:
-    """Mean prediction along the response, in equal parts of each response's length, by group of returns."""
+    """Mean over trajectories of their prediction in each part of the response, by group of returns."""
     groups = []
     for name, labels in position_groups([label for part in parts for label in part]):
         sums = _add_sums([part[label] for part in parts for label in labels if label in part])
         pairs = zip(sums["n"], sums["value_sum"], strict=True)
         means = [total / n if n else None for n, total in pairs]
-        groups.append({"name": name, "labels": labels, "n": sums["n"], "mean_value": means})
+        groups.append({"name": name, "labels": labels, "trajectories": sums["n"], "mean_value": means})
     return {"bins": POSITION_BINS, "groups": groups}
 
 

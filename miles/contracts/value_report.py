@@ -7,6 +7,7 @@ model. `miles.value_evaluation` exports the names that programs import.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -327,20 +328,17 @@ def _check_calibration(rows: object, aggregate: ValueEvalStats, *, field: str) -
         _close(total, expected, field=f"{field} {name} total", abs_tol=1e-9 * scale)
 
 
-def _check_positions(positions: object, aggregate: ValueEvalStats) -> None:
+def _check_positions(positions: object, rows_of: Mapping[float, int]) -> None:
     if not isinstance(positions, dict) or not isinstance(positions.get("groups"), list):
         raise ValueError("report.positions must be an object with groups")
-    targets, values = 0, []
+    labels = [label for group in positions["groups"] for label in group["labels"]]
+    _same(sorted(labels), sorted(rows_of), field="positions labels")
     for group in positions["groups"]:
-        for name in ("n", "mean_value"):
+        for name in ("trajectories", "mean_value"):
             _same(len(group[name]), positions.get("bins"), field=f"positions {name} length")
-        filled = [(n, mean) for n, mean in zip(group["n"], group["mean_value"], strict=True) if n]
-        targets += sum(n for n, _ in filled)
-        values += [n * mean for n, mean in filled]
-    _same(targets, aggregate.n, field="positions targets")
-    expected = aggregate.returns_sum - aggregate.residual_sum
-    slack = 1e-9 * (aggregate.n + abs(aggregate.returns_sum) + abs(aggregate.residual_sum))
-    _close(math.fsum(values), expected, field="positions mean_value total", abs_tol=slack)
+        rows = sum(rows_of[label] for label in group["labels"])
+        if not all(0 <= n <= rows for n in group["trajectories"]) or max(group["trajectories"]) == 0:
+            raise ValueError(f"report.positions trajectories must be at most the {rows} rows of {group['name']!r}")
 
 
 def _check_worst(rows: object, owners: Mapping[int, tuple[int, str]]) -> None:
@@ -394,6 +392,7 @@ def check_report(report: object) -> dict[str, Any]:
     if tails is not None and (not isinstance(tails, list) or len(tails) != len(batches)):
         raise ValueError("report.sum_tails must be a list with an entry per batch")
     owners: dict[int, tuple[int, str]] = {}
+    rows_of: Counter[float] = Counter()
     per_weighting: dict[str, list[ValueEvalStats]] = {name: [] for name in WEIGHTINGS}
     for number, batch in enumerate(batches):
         where = f"batches[{number}]"
@@ -416,6 +415,7 @@ def check_report(report: object) -> dict[str, Any]:
             per_weighting[name].append(_check_figures(section, field=f"{where}.{name}", tails=exact))
         trajectory = per_weighting["trajectory_weighted"][-1]
         _same(trajectory.n, len(rows), field=f"{where}.trajectory_weighted n")
+        rows_of.update({float(label): count for label, count in labels.items()})
         label_sum = math.fsum(float(label) * count for label, count in labels.items())
         # The trainer of another program may have summed float32 labels.
         _close(label_sum, trajectory.returns_sum, field=f"{where}.label_counts sum", rel_tol=1e-5)
@@ -447,7 +447,7 @@ def check_report(report: object) -> dict[str, Any]:
         if "calibration" in report:
             _check_calibration(report["calibration"].get(name), aggregate, field=f"calibration.{name}")
     if "positions" in report:
-        _check_positions(report["positions"], aggregates["token_weighted"])
+        _check_positions(report["positions"], rows_of)
     if "worst_trajectories" in report:
         _check_worst(report["worst_trajectories"], owners)
     passed = all(gate[name]["passed"] for name in WEIGHTINGS)

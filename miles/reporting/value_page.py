@@ -37,6 +37,8 @@ def write_value_page(report_path: str | Path, out: str | Path | None = None, *, 
         report = check_report(parse_strict_json(data))
     except ValueError as error:
         raise ValueError(f"{report_path}: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{report_path}: malformed report: {type(error).__name__}: {error}") from error
     verdict = ("ok", "gate passed") if report["passed"] else ("bad", "gate FAILED")
     title = f"Value evaluation: {report_path.name}"
     about = (
@@ -69,7 +71,7 @@ def _tiles(report: dict[str, Any]) -> list[tuple[str, str, str]]:
         gate, metrics = report["gate"][name], report["aggregate"][name]["metrics"]
         positive = f"{gate['positive_batches']} of {gate['evaluable_batches']} batches above 0"
         ev = f"{metrics['explained_variance']:+.4f}"
-        tiles.append((f"Explained variance {words}", ev, f"{positive}; {metrics['active_targets']:,} targets"))
+        tiles.append((f"EV {words}", ev, f"{positive}; {metrics['active_targets']:,} targets"))
     bias = report.get("bias")
     if bias is not None:
         figures = bias["token_weighted"]
@@ -120,10 +122,10 @@ def _explained_variance_panel(report: dict[str, Any]) -> Panel:
 
 def _positions_panel(positions: dict[str, Any]) -> Panel:
     groups, bins = positions["groups"], positions["bins"]
-    colours = {1: ("c1",), 2: ("c2", "c1")}.get(len(groups), ("c2", "c6", "c3", "c1"))
+    colours = {1: ("c1",), 2: ("c2", "c1"), 3: ("c2", "c6", "c1")}.get(len(groups), ("c2", "c6", "c3", "c1"))
     lines = []
-    for group, colour in zip(groups, colours, strict=False):
-        filled = [i for i in range(bins) if group["n"][i]]
+    for group, colour in zip(groups, colours, strict=True):
+        filled = [i for i in range(bins) if group["trajectories"][i]]
         steps = [round(100 * (i + 0.5) / bins) for i in filled]
         means = [group["mean_value"][i] for i in filled]
         lines.append(Line(Series(group["name"], "value_eval", steps, means), group["name"], colour, dots=True))
@@ -134,8 +136,8 @@ def _positions_panel(positions: dict[str, Any]) -> Panel:
         salt="value-positions",
     )
     caption = (
-        "Mean predicted value along the response, trajectories grouped by what they earned. A critic that learns from"
-        " what it reads pulls the curves apart towards the end; where they start apart, it knows from the prompt."
+        "Mean over trajectories of the value along the response, grouped by what they earned. A critic that learns"
+        " from what it reads pulls the curves apart towards the end; where they start apart, it knows from the prompt."
     )
     return Panel("Value against position in the response", svg, caption)
 

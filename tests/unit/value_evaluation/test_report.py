@@ -10,6 +10,7 @@ import pytest
 from miles.contracts.canonical import sealed, sha256_bytes
 from miles.contracts.value_report import calibration_table, check_report, position_groups
 from miles.value_evaluation import (
+    _along,
     build_batch_report,
     build_eval_report,
     build_rank_report,
@@ -149,10 +150,24 @@ def test_report_positions_follow_predictions_along_the_response_by_return(evalua
         ("return 0", [0.0]),
         ("return 1", [1.0]),
     ]
-    # Responses of two tokens fall at a quarter and at three quarters; rows 0 and 6 lack the second, row 3 too.
+    # Of two tokens each has half of the parts; rows 0 and 6 lack the second, row 3 too.
     for group, value, second in zip(curves["groups"], (0.25, 0.75), (2, 3), strict=True):
-        filled = {i: (n, group["mean_value"][i]) for i, n in enumerate(group["n"]) if n}
-        assert filled == {5: (4, value), 15: (second, value)}
+        assert group["trajectories"] == [4] * 10 + [second] * 10
+        assert group["mean_value"] == [value] * 20
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # 40 tokens: two to a part. 3 tokens: parts that a border divides hold both neighbours.
+        ([float(i) for i in range(40)], [2 * i + 0.5 for i in range(20)]),
+        ([0.0, 1.0, 2.0], [0.0] * 6 + [0.5] + [1.0] * 6 + [1.5] + [2.0] * 6),
+        ([None, 1.0], dict.fromkeys(range(10, 20), 1.0)),
+    ],
+)
+def test_positions_are_means_over_equal_parts_of_a_response(values, expected):
+    found = dict(_along(values))
+    assert found == (dict(enumerate(expected)) if isinstance(expected, list) else expected)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +267,8 @@ def test_write_report_is_whole_private_and_never_replaced(evaluate, tmp_path):
         (("bias", "token_weighted", "r_squared"), 0.1, r"bias\.token_weighted\.r_squared"),
         (("calibration", "token_weighted", 2, "mean_value"), 0.3, r"calibration\.token_weighted mean_value"),
         (("batch_plan", "num_batches"), 3, r"batch_plan\.num_batches"),
-        (("positions", "groups", 0, "mean_value", 5), 0.9, r"positions mean_value total"),
-        (("positions", "groups", 0, "n", 5), 99, r"positions targets"),
+        (("positions", "groups", 0, "labels"), [0.5], r"positions labels"),
+        (("positions", "groups", 0, "trajectories", 5), 99, r"positions trajectories must be at most the 4 rows"),
         (("worst_trajectories", 0, "residual"), 0.5, r"worst_trajectories\[0\]\.residual"),
         (("worst_trajectories", 0, "sample_id"), "sample-9", r"worst_trajectories\[0\] batch, sample_id"),
         (("sum_tails",), [], r"sum_tails must be a list with an entry per batch"),
