@@ -34,7 +34,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_tp2": (4, TP2),
     "dp2_tp2_sp_sharded": (4, TP2 | SP | SHARDED),
     "dp2_pp2": (4, PP2),
-    "dp2_cp2": (4, CP2),
     "dp2_cp2_sharded": (4, CP2 | SHARDED),
     "cp2_tp2_sp": (4, CP2 | TP2 | SP),
     "cp2_pp2": (4, CP2 | PP2),
@@ -49,11 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "critic_frozen": ("critic", BINS | {"critic_freeze_attention": True}),
 }
 MIS = {"ratio_correction": "mis", "mis_level": "sequence", "mis_mode": "clip", "mis_high": 3.0}
-WHOLE_FORMS = ("ppo_entropy", "gspo")
+THOROUGH = ("ppo_entropy", "gspo")
 POLICIES: dict[str, dict[str, Any]] = {
     "ppo_entropy": {"entropy_coef": 0.01, "rollout_temperature": 0.7},
     "ppo_dual_clip": {"eps_clip_c": 1.5, "loss_agg_mode": "seq-mean-token-sum"},
     "ppo_on_policy": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_agg_length": 12},
+    "ppo_of_segments": {"loss_agg_mode": "seq-mean-token-mean"},
     "gspo": {"policy_objective": "gspo", "eps_clip": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
     "cispo": {"policy_objective": "cispo", "eps_clip_high": 0.28},
     "sao_dis": {"policy_objective": "sao_dis", "eps_clip": 0.3, "eps_clip_high": 5.0},
@@ -73,11 +73,13 @@ POLICIES: dict[str, dict[str, Any]] = {
 # How the batch is cut: settings of the schedule, packed or padded, order of the rows. "single_rows" has an empty
 # micro-batch more, as a rank with fewer rows than others has.
 FORMS: dict[str, tuple[dict[str, Any], bool, list[int]]] = {
+    "whole": ({"micro_batch_size": 8}, False, [0, 1, 2, 3, 4, 5, 6, 7]),
     "packed": ({"micro_batch_size": 2}, True, [0, 1, 2, 3, 4, 5, 6, 7]),
     "padded": ({"micro_batch_size": 4}, False, [0, 1, 2, 3, 4, 5, 6, 7]),
     "single_rows": ({"micro_batch_size": 1}, False, [2, 0, 5, 1, 7, 6, 4, 3]),
     "budget": ({"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}, True, [3, 7, 0, 2, 6, 1, 5, 4]),
 }
+ALL_FORMS = ("packed", "padded", "single_rows", "budget")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Objective:
     model: str
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
-    forms: tuple[str, ...] = tuple(FORMS)
+    forms: tuple[str, ...] = ALL_FORMS
     estimator: dict[str, Any] | None = None
     """How advantages and returns come from the rewards of the whole batch; None takes given ones."""
 
@@ -99,7 +101,7 @@ OBJECTIVES = {
     "value_two_hot": Objective("critic_bins", "value", {"value_target_type": "two_hot"}),
     "value_frozen_attention": Objective("critic_frozen", "value"),
     **{
-        name: Objective("actor", "policy", settings, tuple(FORMS) if name in WHOLE_FORMS else ("padded", "budget"))
+        name: Objective("actor", "policy", settings, ALL_FORMS if name in THOROUGH else ("padded", "budget"))
         for name, settings in POLICIES.items()
     },
     **{
@@ -110,6 +112,14 @@ OBJECTIVES = {
         "actor", "policy", forms=("budget",), estimator={"estimator": "gae", "gamma": 0.95, "normalize": True}
     ),
 }
+
+
+def forms_of(objective: Objective, layout: str) -> list[str]:
+    """The forms in which an objective runs on a layout; two where four ranks share the machine's cores."""
+    if layout == "reference":
+        return ["whole"]
+    crowded = LAYOUTS[layout][0] == 4
+    return [form for form in objective.forms if form in ("padded", "budget") or not crowded]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +148,7 @@ def rows() -> dict[str, Any]:
 
 
 def runs_of(
-    batch: dict[str, Any], model: str, *, folder: str, sizes: dict[str, Any], dp_size: int, forms: dict[str, Any]
+    batch: dict[str, Any], model: str, layout: str, *, folder: str, sizes: dict[str, Any], dp_size: int
 ) -> dict[str, dict[str, Any]]:
     """Every objective of a model in every form, and one optimizer step at the end."""
     from miles.algorithms.advantages import compute_advantages_and_returns
@@ -147,10 +157,11 @@ def runs_of(
     from miles.ray.rollout.train_data_conversion import build_shards
 
     runs = {}
-    for form, (schedule, packed, order) in forms.items():
-        for name, objective in OBJECTIVES.items():
-            if objective.model != model or form not in (*objective.forms, "whole"):
-                continue
+    for name, objective in OBJECTIVES.items():
+        if objective.model != model:
+            continue
+        for form in forms_of(objective, layout):
+            schedule, packed, order = FORMS[form]
             columns = select_rows(batch, order)
             if objective.estimator is not None:
                 columns["advantages"], columns["returns"] = compute_advantages_and_returns(
@@ -158,6 +169,8 @@ def runs_of(
                 )
             if name == "ppo_on_policy":
                 del columns["old_log_probs"]
+            if name == "ppo_of_segments":
+                columns["compaction_trajectory_ids"] = [index % 3 for index in columns["sample_indices"]]
             args = Args.build(hf_checkpoint=folder, **sizes, **schedule, **objective.settings)
             shards = build_shards(args, columns, dp_size=dp_size)
             if form == "single_rows":
@@ -193,18 +206,10 @@ def results(ranks: Any, model_folder: Callable[..., str], rows: dict[str, Any]) 
     def get(layout: str, model: str) -> dict[str, Any]:
         if (layout, model) not in cache:
             role, extra = MODELS[model]
-            world_size, sizes = LAYOUTS.get(layout, LAYOUTS["tp1"])
+            world_size, sizes = LAYOUTS.get(layout, (1, {}))
             model_size = np.prod([size for name, size in sizes.items() if name.endswith("_size")], dtype=int)
-            whole = {"whole": ({"micro_batch_size": 8}, False, list(range(8)))}
-            folder = model_folder("qwen3", tied=True)
-            runs = runs_of(
-                rows,
-                model,
-                folder=folder,
-                sizes=sizes,
-                dp_size=world_size // int(model_size),
-                forms=whole if layout == "reference" else FORMS,
-            )
+            folder, dp_size = model_folder("qwen3", tied=True), world_size // int(model_size)
+            runs = runs_of(rows, model, layout, folder=folder, sizes=sizes, dp_size=dp_size)
             settings = {"hf_checkpoint": folder, **SMOOTH, **extra, **sizes}
             found = ranks("gradients", world_size=world_size, role=role, settings=settings, runs=runs)
             cache[layout, model] = {run: joined(found, run) for run in runs}
@@ -235,7 +240,7 @@ def test_gradient_any_layout_and_split_equals_one_process(objective: str, layout
     model = OBJECTIVES[objective].model
     expected = results("reference", model)[f"{objective}/whole"]
     assert max(float(np.abs(array).max()) for array in expected["gradient"].values()) > 1e-3
-    for form in OBJECTIVES[objective].forms:
+    for form in forms_of(OBJECTIVES[objective], layout):
         found = results(layout, model)[f"{objective}/{form}"]
         gap, name = difference(found["gradient"], expected["gradient"])
         loss, wanted = found["metrics"]["loss"], expected["metrics"]["loss"]
