@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -425,6 +426,18 @@ def test_registry_file_of_ones_own_by_path(tmp_path):
         assert [r.tolist() for r in returns] == [[1, 1, 0], [0]]
     finally:
         del ADVANTAGE_ESTIMATORS["longest_first"]
+
+
+def test_registry_example_of_the_documentation_runs():
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    try:
+        exec(text.split("```python\n")[1].split("```")[0], {})
+        batch = {"rewards": [1.0, 0.0, 0.5], "group_indices": [0, 0, 0], "loss_masks": [[1, 1], [1], [1]]}
+        advantages, returns = compute_advantages_and_returns(batch, estimator="best_of_group")
+        assert [a.tolist() for a in advantages] == [[0.5, 0.5], [0], [0]]
+        assert [r.tolist() for r in returns] == [[1, 1], [0], [0.5]]
+    finally:
+        del ADVANTAGE_ESTIMATORS["best_of_group"]
 
 
 @pytest.mark.parametrize(

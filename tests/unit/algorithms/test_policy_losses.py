@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.algorithms.aggregation import masked_sum
+from miles.algorithms.aggregation import (
+    LOSS_AGGREGATIONS,
+    aggregate,
+    loss_denominator,
+    masked_sum,
+    sequence_counts,
+)
 from miles.algorithms.corrections import Correction, tis
 from miles.algorithms.policy_losses import (
     POLICY_OBJECTIVES,
@@ -506,6 +512,60 @@ def test_policy_loss_of_rows_does_not_depend_on_their_company(settings_):
         values = [part[name].item() for part in parts if name in part]
         combined = max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else sum(values)
         assert combined == pytest.approx(value.item(), rel=1e-6, abs=1e-9), name
+
+
+def gradient(policy_loss, mode, parts):
+    """Of the batch's loss with respect to a linear model, when micro-batches hold the given rows."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [3, 1, 9, 4, 2]
+    weights = torch.randn(2, 6, generator=generator).requires_grad_()
+    features = [torch.randn(n, 6, generator=generator) for n in lengths]
+    names = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+    columns = [
+        {name: torch.randn(n, generator=generator) - (0.0 if name == "advantages" else 1.0) for name in names}
+        for n in lengths
+    ]
+    masks = [torch.rand(n, generator=generator) < 0.7 for n in lengths]
+    masks[3][:] = False  # a row, and in some splits a micro-batch, without a trainable token
+    tokens, sequences, total = sequence_counts([mask.tolist() for mask in masks])
+    denominator = loss_denominator(mode, num_tokens=total, num_sequences=sequences, constant=9.0)
+    for part in parts:
+        outputs = torch.cat([features[row] for row in part] or [torch.zeros(0, 6)]) @ weights.T
+        lengths_of_part = torch.tensor([lengths[row] for row in part], dtype=torch.long)
+        mask = torch.cat([masks[row] for row in part] or [torch.zeros(0)])
+        row_T = torch.repeat_interleave(torch.arange(len(part)), lengths_of_part)
+        loss_T, _ = policy_loss(
+            log_probs=-torch.nn.functional.softplus(outputs[:, 0]),
+            entropy=outputs[:, 1].square(),
+            loss_mask=mask,
+            row_T=row_T,
+            num_rows=len(part),
+            **{
+                name: torch.cat([columns[row][name] for row in part] or [torch.zeros(0)])
+                for name in names
+                if name in policy_loss.columns
+            },
+        )
+        loss = aggregate(
+            loss_T,
+            loss_mask_T=mask,
+            mode=mode,
+            row_T=row_T,
+            sequence_tokens_B=torch.tensor([tokens[row] for row in part]),
+        )
+        (loss / denominator).backward()
+    return weights.grad
+
+
+@pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
+@pytest.mark.parametrize("settings_", ALL_SETTINGS)
+def test_policy_loss_gradient_is_one_for_every_split_and_order(settings_, mode):
+    # faults.md rows 25, 26 and 29: ranks and micro-batches are nothing but parts of the batch
+    policy_loss = PolicyLoss(**settings_)
+    whole = gradient(policy_loss, mode, [[0, 1, 2, 3, 4]])
+    assert whole.abs().max() > 1e-3
+    for parts in ([[0], [1], [2], [3], [4]], [[4, 2], [], [3], [1, 0]], [[2, 3, 0], [4, 1]]):
+        torch.testing.assert_close(gradient(policy_loss, mode, parts), whole, rtol=2e-5, atol=1e-6)
 
 
 def test_policy_loss_is_the_sum_of_its_parts(reference):
