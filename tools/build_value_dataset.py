@@ -18,7 +18,9 @@ from miles.data.value_rows import ConversionOptions, build_value_dataset
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of this tool."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--rollouts", nargs="+", required=True, metavar="PATH", help="JSONL files, folders, run folders"
     )
@@ -79,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"  {name}: {part['rows']} rows of {part['prompts']} prompts, {part['targets']} targets, rewards {rewards}"
         )
+        if part["windowed"]:
+            cut = part["window_dropped"]
+            print(f"    {part['windowed']} rows shortened: {cut['tokens']} tokens, {cut['targets']} targets left out")
     print(f"manifest: {report['manifest_path']}")
     print(f"manifest sha256: {report['manifest_sha256']}")
     return 0

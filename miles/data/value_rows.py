@@ -311,7 +311,7 @@ def _value_row(rollout: _Rollout, *, options: ConversionOptions) -> tuple[dict[s
 def _write_split(
     path: Path, rows: list[_Row], *, sources: Sequence[Path], options: ConversionOptions, objective: ValueObjective
 ) -> dict[str, Any]:
-    windowed = targets = tokens = 0
+    windowed = targets = tokens = cut_tokens = cut_targets = 0
     labels: Counter[float] = Counter()
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
@@ -343,6 +343,8 @@ def _write_split(
             windowed += shortened
             targets += sum(value_row["loss_mask"])
             tokens += len(value_row["tokens"])
+            cut_targets += sum(rollout.loss_mask) - sum(value_row["loss_mask"])
+            cut_tokens += len(rollout.tokens) - len(value_row["tokens"])
             labels[rollout.reward] += 1
     return {
         "rows": len(rows),
@@ -350,6 +352,7 @@ def _write_split(
         "tokens": tokens,
         "targets": targets,
         "windowed": windowed,
+        "window_dropped": {"tokens": cut_tokens, "targets": cut_targets},
         "rewards": {format(label, ".17g"): count for label, count in sorted(labels.items())},
         "sha256": digest.hexdigest(),
     }

@@ -330,7 +330,10 @@ def test_build_windowed_rows_keep_their_returns_and_masks(write_rollouts, rollou
         for i in range(6)
     ]
     report = build(write_rollouts(rows), tmp_path / "out", max_tokens=8, gamma=0.5, objective=None)
-    assert report["splits"]["train"]["windowed"] == len(read(report)[0])
+    # Of 21 tokens and 10 targets, the last 8 and 7 before the observations.
+    train = report["splits"]["train"]
+    assert train["windowed"] == train["rows"] == len(read(report)[0])
+    assert train["window_dropped"] == {"tokens": 13 * train["rows"], "targets": 3 * train["rows"]}
     for sample in samples(read(report)[0]):
         # The last 8 tokens hold no target, so the window ends after the last one (token 109).
         assert sample.tokens == tuple(range(102, 110))
