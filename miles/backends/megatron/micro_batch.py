@@ -87,8 +87,10 @@ def build_micro_batch(
     lengths_B = np.array([len(t) for t in tokens], dtype=np.int64)
     responses_B = np.array([shard["response_lengths"][row] for row in rows], dtype=np.int64)
     masks = [shard["loss_masks"][row] for row in rows]
-    own_B = [np.count_nonzero(mask) for mask in masks]
-    whole_B = [shard["sequence_tokens"][row] for row in rows] if "sequence_tokens" in shard else own_B
+    if "sequence_tokens" in shard:
+        sequence_tokens_B = [shard["sequence_tokens"][row] for row in rows]
+    else:
+        sequence_tokens_B = [np.count_nonzero(mask) for mask in masks]
     chunks = 1 if context_group is None else 2 * context_group.size()
 
     if packed:
@@ -128,7 +130,7 @@ def build_micro_batch(
         context_group=context_group,
         mask_T=put(_concatenate(masks, np.bool_)),
         row_T=put(np.repeat(np.arange(len(rows)), responses_B)),
-        sequence_tokens_B=put(np.array(whole_B, dtype=np.int64)),
+        sequence_tokens_B=put(np.array(sequence_tokens_B, dtype=np.int64)),
         columns={name: put(_concatenate([shard[name][row] for row in rows], np.float32)) for name in columns},
         sample_indices=[int(shard["sample_indices"][row]) for row in rows],
         response_lengths=responses_B.tolist(),
