@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from miles.data.value_sample import RowReader
+from miles.value_evaluation import select_mixed_label_batches
 from miles.value_pretraining import ValuePretrainDataset, load_value_pretrain_manifest
 
 MSE = {"loss_type": "mse"}
@@ -182,6 +183,19 @@ def test_dataset_scalar_active_labels_come_from_active_tokens(open_dataset, valu
     labels = list(open_dataset(rows).scalar_active_labels())
     assert labels[:2] == [0.25, 1.0]
     assert math.isnan(labels[2])
+
+
+def test_mixed_batches_take_labels_from_the_index_and_read_only_a_row_without_one(
+    open_dataset, value_row, monkeypatch
+):
+    dataset = open_dataset([value_row(i, float(i % 2)) for i in range(8)])
+    expected = select_mixed_label_batches(dataset, global_batch_size=2, num_batches=3, seed=5)
+    monkeypatch.setattr(dataset, "get", None)
+    assert select_mixed_label_batches(dataset, global_batch_size=2, num_batches=3, seed=5) == expected
+    assert all({i % 2 for i in batch} == {0, 1} for batch in expected)
+    discounted = open_dataset([value_row(0), value_row(1, returns=[0.25, 0.5])])
+    with pytest.raises(ValueError, match=r"sample 'sample-1' must have one scalar active label .* got 2: 0.25, 0.5"):
+        select_mixed_label_batches(discounted, global_batch_size=2, num_batches=1, seed=5)
 
 
 def test_dataset_mse_allows_returns_outside_the_range(open_dataset, value_row):
