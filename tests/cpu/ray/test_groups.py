@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from miles.config import Args
-from miles.ray.actor_group import RayTrainGroup
+from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
 from miles.ray.cluster import CPU_DEVICE, connect, disconnect
 from miles.ray.placement_group import create_placement
 from miles.ray.rollout.train_data_conversion import build_shards, split_train_data_by_dp
@@ -69,7 +69,7 @@ def test_connect_cuda_on_a_cluster_without_gpu_refused(cluster: None, tiny_hf_mo
         connect(make_args(tiny_hf_model, device="cuda"), devices={"actor": 1})
 
 
-def test_log_probs_tp2_dp2_equal_transformers(cluster: None, tiny_hf_model: Path) -> None:
+def test_log_probs_tp2_dp2_equal_transformers_and_a_killed_rank_is_told(cluster: None, tiny_hf_model: Path) -> None:
     """Through placement, shards in the object store, four ranks and the merge by sample index."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -86,6 +86,10 @@ def test_log_probs_tp2_dp2_equal_transformers(cluster: None, tiny_hf_model: Path
         result = await group.compute_log_probs(shards)
         with pytest.raises(ValueError, match="1 shards for 2 data-parallel ranks"):
             await group.compute_log_probs(shards[:1])
+        # Its tensor-parallel peer would wait for it in a collective.
+        group.kill_last_rank()
+        with pytest.raises(TrainingRankLost, match="a rank of the actor group died"):
+            await asyncio.wait_for(group.compute_log_probs(shards), 60.0)
         group.shutdown()
         ray.util.remove_placement_group(placement.group)
         return result, group.dp_size
