@@ -226,6 +226,20 @@ def killed_save(
     return sorted(path.name for path in Path(settings["save"]).iterdir())
 
 
+def evaluate(
+    rank: int, world_size: int, port: int, *, batch: dict[str, Any], settings: dict[str, Any], order: list[int]
+) -> dict[str, Any] | None:
+    """This rank's report of a fresh critic on its share of the rows, taken in `order`; None where it has none."""
+    worker = make_worker(rank, world_size, port, role="critic", **settings)
+    worker.init(forward_only=True)
+    info = worker.parallel_info()
+    rows = {name: [column[i] for i in order] for name, column in batch.items()}
+    shard = make_shard(rows, dp_rank=info["dp_rank"], dp_size=info["dp_size"], micro_batch_size=2)
+    report = worker.evaluate_value(shard)
+    worker.close()
+    return report
+
+
 def refused_construction(rank: int, world_size: int, port: int, *, role: str, settings: dict[str, Any]) -> str:
     try:
         worker = make_worker(rank, world_size, port, role=role, **settings)
