@@ -45,8 +45,8 @@ class WeightSync:
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     def _client(self, url: str) -> SGLangClient:
-        # Everything asked for here is quick: whoever is slower is no more alive than an engine without a health sign.
-        return SGLangClient(url, timeout_s=self._args.sglang_health_timeout_s)
+        # Everything asked for here is quick. Who takes half of the time for it is asked for a sign of life in the other.
+        return SGLangClient(url, timeout_s=self._args.sglang_health_timeout_s / 2)
 
     @property
     def _everybody(self) -> list[int]:
