@@ -45,7 +45,7 @@ class WeightSync:
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     def _client(self, url: str) -> SGLangClient:
-        # Everything asked for here is quick. Who takes half of the time for it is asked for a sign of life in the other.
+        # All that is asked for here is quick: half of the time for an answer, half for a sign of life.
         return SGLangClient(url, timeout_s=self._args.sglang_health_timeout_s / 2)
 
     @property
