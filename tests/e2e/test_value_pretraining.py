@@ -120,7 +120,8 @@ KILLS = (
     Kill(
         "during a save, one shard of two written",
         f"open 1 */{TORN}/__1_0.distcp",
-        *(5, (5,)),
+        contract=5,
+        saved=(5,),
         torn=f"{TORN}/__0_0.distcp",
     ),
     Kill("between save and contract", "open 1 */value_pretrain_links/.*", 5, (5, 10)),
