@@ -243,7 +243,7 @@ def _rollout(args: Args) -> Iterator[str]:
             if args.source_of(field) == "flag":
                 yield f"{flag_of(field)} has no effect with --load-rollouts, which starts no engine"
     if args.rollout_only:
-        for field in ("resume", "canary_one_step", "save_interval"):
+        for field in ("resume", "canary_one_step", "save_interval", "fault_injection"):
             if args.is_user_set(field):
                 yield f"{flag_of(field)} has no effect with --rollout-only, which trains nothing"
     wanted, sampled = args.rollout_batch_size, args.over_sampling_batch_size
@@ -444,7 +444,7 @@ def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
 
 
 def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
-    if args.value_pretrain_eval_only:
+    if args.value_pretrain_eval_only or args.rollout_only:
         return
     need = model.num_parameters * _BYTES_PER_PARAMETER
     for field in ("save", "critic_save") if entry == "train" and args.has_critic else ("critic_save",):

@@ -131,6 +131,7 @@ class OnlineTrainer:
         if self._samples:
             self._sync = WeightSync(args, actor=self._actor, engine_urls=urls, cluster=self._placement.cluster)
         await self._go_on_from_state()
+        logger.info("old log-probs: %s", _origin_of_old_log_probs(args))
         return self
 
     async def _start_groups(self) -> None:
@@ -213,7 +214,8 @@ class OnlineTrainer:
         with timeline.span("engines", "rollout"):
             batch, figures = await self._rollout(rollout_id)
         if args.policy_objective == "sao_dis":
-            validate_sao_train_data(batch, compaction=args.sao_compaction)
+            token_mean = args.loss_agg_mode == "token-mean"
+            validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
         await self._read_policies(batch, timeline, step, train_actor=train_actor)
         if "old_log_probs" in batch and not args.use_rollout_logprobs:
             figures["rollout/log_prob_difference_mean"] = _log_prob_difference(batch)
@@ -543,6 +545,14 @@ def newest_checkpoints(args: Args, state: dict[str, Any]) -> Args:
         if not folder.is_dir():
             raise ValueError(f"{folder}: missing, though {STATE_FILE} names iteration {state['iteration']}")
     return args.replace(source="resume", **{field: str(folder) for field, folder in folders.items()})
+
+
+def _origin_of_old_log_probs(args: Args) -> str:
+    if args.policy_objective == "sao_dis" or args.use_rollout_logprobs:
+        return "the engine's, as sampled"
+    if args.training_forward_gives_old_log_probs:
+        return "those of the training forward pass, one optimizer step per rollout"
+    return "the trainer's, read before the first optimizer step of a rollout"
 
 
 def _readable(batch: Batch) -> Batch:

@@ -168,3 +168,67 @@ def test_every_field_belongs_to_one_group_and_says_what_it_is() -> None:
     assert len(set(names)) == len(names)
     assert all(len(field.description or "") > 10 for field in Args.model_fields.values())
     assert all(group.title for group in GROUPS)
+
+
+def test_defaults_are_those_of_the_field() -> None:
+    """What scripts written for such trainers take for granted (formulas, part D)."""
+    args = Args.build()
+    expected = {
+        "lr": 1e-6,
+        "n_samples_per_prompt": 1,
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.2,
+        "eps_clip_c": None,
+        "value_clip": 0.2,
+        "kl_coef": 0.0,
+        "kl_loss_type": "k1",
+        "kl_loss_coef": 0.0,
+        "entropy_coef": 0.0,
+        "gamma": 1.0,
+        "lambd": 1.0,
+        "normalize_advantages": False,
+        "num_critic_only_steps": 0,
+        "critic_lr": 1e-6,
+        "critic_lr_warmup_iters": 0,
+        "tis_clip": 2.0,
+        "tis_clip_low": 0.0,
+        "opsm_delta": 1e-4,
+        "use_critic": True,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "reused"),
+    [
+        ({}, True),
+        ({"num_steps_per_rollout": 2}, False),
+        ({"kl_coef": 0.1}, False),
+        ({"use_rollout_logprobs": True}, False),
+        ({"ratio_correction": "mis", "mis_batch_normalize": True}, False),
+    ],
+)
+def test_training_forward_gives_old_log_probs_only_where_nothing_needs_them_before(
+    settings: dict[str, Any], reused: bool
+) -> None:
+    assert Args.build(**settings).training_forward_gives_old_log_probs is reused
+
+
+@pytest.mark.parametrize(
+    ("estimator", "critic"),
+    [("gae", True), ("gae_adaptive", True), ("monte_carlo", True), ("grpo", False), ("mine.py:f", False)],
+)
+def test_critic_follows_from_the_estimator(estimator: str, critic: bool) -> None:
+    assert Args.build(advantage_estimator=estimator).has_critic is critic
+
+
+def test_unknown_estimator_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"--advantage-estimator: must be one of gae, .*, or FILE.py:FUNCTION"):
+        Args.build(advantage_estimator="gea")
+
+
+def test_default_in_a_file_is_not_the_users_wish_but_a_flag_is() -> None:
+    args = Args.from_values({"gamma": 1.0, "lambd": 0.9}, {"gamma": "file:x", "lambd": "file:x"})
+    assert (args.is_user_set("gamma"), args.is_user_set("lambd")) == (False, True)
+    assert not args.is_user_set("critic_lambd")
+    assert Args.from_values({"gamma": 1.0}, {"gamma": "flag"}).is_user_set("gamma")
