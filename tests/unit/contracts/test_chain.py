@@ -250,7 +250,7 @@ def test_verify_row_count_differs_from_manifest_is_caught(make_manifest, value_r
     assert "row count mismatch" in first_broken(verify_chain(path)).detail
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from([b"x", b" ", b"\n", b"\r", b"\t\n", b"yy\n"]), max_size=30).map(b"".join),
     st.integers(1, 7),
