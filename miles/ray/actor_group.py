@@ -154,6 +154,15 @@ class RayTrainGroup:
         """Call a worker's method on every rank; its results in rank order."""
         return await self._call(method, *arguments, **named)
 
+    async def raise_if_lost(self) -> None:
+        """Raise TrainingRankLost where a rank is dead; ranks that are busy are not waited for."""
+        calls = {asyncio.ensure_future(self._all([rank.address.remote()])) for rank in self._ranks}
+        done, pending = await asyncio.wait(calls, timeout=_OTHERS_FAIL_S)
+        for call in pending:
+            call.cancel()
+        for call in done:
+            call.result()
+
     def kill_last_rank(self) -> None:
         """Kill a rank's process outright: a fault that tests on one machine ask for."""
         os.kill(self._pids[-1], signal.SIGKILL)

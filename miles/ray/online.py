@@ -388,6 +388,8 @@ class OnlineTrainer:
             except (EngineError, RayTaskError) as error:
                 lost = await self._sync.lost_engines()
                 if not lost:
+                    # The engines may only have noticed before we did.
+                    await self._actor.raise_if_lost()
                     raise
                 logger.warning("publishing weights failed: %s", error)
                 for loss in lost:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from miles.backends.sglang.client import EngineError, EngineRefused, SGLangClient
 from miles.backends.weight_checksums import differing_names
 from miles.config import Args
-from miles.ray.actor_group import RayTrainGroup
+from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
 from miles.ray.cluster import Cluster
 from miles.rollout.engine_pool import LostEngine
 
@@ -139,9 +139,11 @@ class WeightSync:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         self._unfinished |= pending
         errors = [task.exception() for task in done]
-        # Ours ends only because theirs did: the engine's error is the one to tell.
-        for error in sorted(filter(None, errors), key=lambda error: not isinstance(error, EngineError)):
-            raise error
+        # One side ends because the other did: a death is the reason, then what an engine says.
+        for reason in (TrainingRankLost, EngineError, BaseException):
+            for error in errors:
+                if isinstance(error, reason):
+                    raise error
 
     # ---------------------------------------------------------------- replacing engines
 

@@ -93,7 +93,7 @@ def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
     done = run(
         "train.py",
         *online_flags,
-        *("--run-dir", run_dir, "--sglang-health-timeout-s", 6, "--fault-injection", *faults),
+        *("--run-dir", run_dir, "--sglang-health-timeout-s", 12, "--fault-injection", *faults),
     )
     assert done.code == 0, done.err[-3000:]
     assert_no_process_left(done.mark)
