@@ -357,10 +357,22 @@ class OnlineTrainer:
                     continue
                 # Until requests are sent again somebody owes the pool an answer, also if a training rank dies now.
                 self._owed[loss.number] = loss
-                await self._restart_engine(loss)
-                await self._sync.resend(loss.number)
-                await self._tell_restored(loss.number)
+                await self._replace_engine(loss)
         return await running
+
+    async def _replace_engine(self, loss: LostEngine) -> None:
+        """A new server with the current weights, however often it takes."""
+        assert self._sync is not None
+        while True:
+            await self._restart_engine(loss)
+            try:
+                await self._sync.resend(loss.number)
+            except EngineError as error:
+                await self._sync.settle()
+                loss = LostEngine(loss.number, self._urls[loss.number], str(error))
+            else:
+                await self._tell_restored(loss.number)
+                return
 
     async def _restart_engine(self, loss: LostEngine) -> None:
         assert self._engines is not None and self._sync is not None
