@@ -20,6 +20,7 @@ from miles.algorithms.advantages import (
     resolve_advantage_estimator,
 )
 from miles.algorithms.whitening import whiten, whitening_stats
+from miles.config import choices
 from miles.rollout.rewards import load_function
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
@@ -482,6 +483,18 @@ def test_registry_says_what_each_estimator_reads():
                 # the Monte-Carlo targets may follow; what the actor learns from may not
                 differs = any(not np.array_equal(a, b) for a, b in zip(plain[0], changed[0], strict=True))
             assert differs == (option in estimator.options), (name, option)
+
+
+def test_registry_and_the_settings_know_the_same_estimators_and_losses():
+    # the settings cannot import torch, so they hold a second list
+    flags = {"lam": "lambd", "critic_lam": "critic_lambd"}
+    assert ADVANTAGE_ESTIMATORS.keys() == choices.ESTIMATORS.keys()
+    for name, ours in ADVANTAGE_ESTIMATORS.items():
+        theirs = choices.ESTIMATORS[name]
+        assert (theirs.critic is True, theirs.groups) == (ours.needs_values, ours.needs_groups), name
+        reads = {flags.get(option, option.replace("adaptive", "gae_adaptive")) for option in ours.options}
+        assert theirs.reads == reads - {"kl_coef"}, name
+    assert set(policy_losses.POLICY_OBJECTIVES) == choices.OBJECTIVES.keys()
 
 
 def test_public_functions_take_masks_by_name_only():
