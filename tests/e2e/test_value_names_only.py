@@ -179,15 +179,15 @@ def test_program_of_public_names_trains_resumes_and_is_judged_like_train_value(
         "critic-num-nodes": 1,
         "critic-num-gpus-per-node": 1,
         "train-backend": "megatron",
-        "save-interval": 3,
         "seed": 11,
         "lr": 3e-3,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    two_epochs = ("--value-pretrain-epochs", 2)
+    saving = ("--save-interval", 3)
+    two_epochs = ("--value-pretrain-epochs", 2, *saving)
 
-    first = start(program, *words, "--value-pretrain-epochs", 1, "--critic-save", ours)
+    first = start(program, *words, "--value-pretrain-epochs", 1, *saving, "--critic-save", ours)
     whole = start("train_value.py", *words, *two_epochs, "--critic-save", theirs, "--run-dir", tmp_path / "run")
     ended = first.finish(300)
     assert ended.code == 0, ended.err
