@@ -21,7 +21,15 @@ from miles.config.choices import (
     OF_ROLLOUT_ENGINE,
     estimator_facts,
 )
-from miles.config.groups import ValuePretrainGroup, fields_of, flag_of
+from miles.config.groups import (
+    AlgorithmGroup,
+    EngineGroup,
+    EvalGroup,
+    RolloutGroup,
+    ValuePretrainGroup,
+    fields_of,
+    flag_of,
+)
 from miles.config.hf_folder import HfFolder, inspect_hf_folder
 
 _BYTES_PER_PARAMETER = 12
@@ -367,7 +375,19 @@ def _sao(args: Args) -> Iterator[str]:
         yield "--sao-compaction trains on kept rollouts of segments (--load-rollouts): none are sampled here yet"
 
 
+_ONLINE_ALONE = (
+    {name for group in (RolloutGroup, EvalGroup, EngineGroup, AlgorithmGroup) for name in fields_of(group)}
+    | {"resume", "max_restarts", "fault_injection", "allow_config_change", "ref_load", "critic_value_eval_report"}
+    | {"use_dynamic_global_batch_size"}
+) - {"num_rollout", "critic_freeze_attention", "sao_online_recipe"}
+"""Settings that value pretraining does not read; the recipe has a complaint of its own."""
+
+
 def _value_pretraining(args: Args) -> Iterator[str]:
+    for field in sorted(_ONLINE_ALONE):
+        # A file may serve both programs; a flag is meant for this one.
+        if args.source_of(field) == "flag":
+            yield f"{flag_of(field)} belongs to online training (train.py), not to value pretraining"
     if args.sao_online_recipe is not None:
         yield "--sao-online-recipe is for online training, not offline value pretraining"
 

@@ -276,6 +276,16 @@ OFFLINE: list[tuple[dict[str, Any], str]] = [
     ({"value_pretrain_manifest": None}, "value pretraining needs --value-pretrain-manifest"),
     ({"hf_checkpoint": None}, "value pretraining needs --hf-checkpoint, which says what model to build"),
     ({"global_batch_size": None}, "value pretraining needs --global-batch-size"),
+    *(
+        ({name: value}, f"--{name.replace('_', '-')} belongs to online training (train.py), not to value pretraining")
+        for name, value in (
+            ("advantage_estimator", "grpo"),
+            ("num_critic_epochs", 2),
+            ("rollout_temperature", 0.5),
+            ("resume", True),
+            ("ref_load", "."),
+        )
+    ),
     ({"critic_save": None}, "value pretraining needs --critic-save, the folder for the critic and its contract"),
     ({"canary_one_step": True}, "--canary-one-step belongs to online training"),
     (
