@@ -84,7 +84,7 @@ def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
     """
     run_dir = tmp_path / "run"
     faults = (
-        "generate@1=kill_engine",
+        "rollout@1=kill_engine",
         "critic@2=kill_critic",
         "save_state@2=kill_actor",
         "sync@3=hang_engine",
@@ -100,6 +100,8 @@ def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
     lines = read_metrics(run_dir)
     assert reproducible(lines) == reproducible(read_metrics(uninterrupted))
     assert done.err.count("fault injection: ") == len(faults)
+    # Of the rollout whose engine was dead no line is left: a rank was lost before the first save.
+    assert done.err.count("is lost and is started again") == 2
     checked = run("miles/cli.py", "verify", run_dir)
     assert checked.code == 0, checked.out
 
