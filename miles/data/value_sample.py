@@ -194,13 +194,10 @@ row_reader = functools.lru_cache(maxsize=8)(RowReader)
 def _is_mask(mask: bytes, length: int) -> bool:
     if b"e" in mask:
         mask = mask.replace(b"true", b"1").replace(b"false", b"0")
-    ones = mask.count(b"1")
-    # A list of `length` elements has one comma less; one digit in each leaves nothing over but spaces.
+    # `length` elements of one digit each have one comma less; nothing is left over but spaces.
     return (
-        ones > 0
-        and mask[:1] == b"["
-        and mask.count(b",") == length - 1
-        and ones + mask.count(b"0") == length
+        b"1" in mask
+        and mask.translate(None, b"01 ]") == b"[" + b"," * (length - 1)
         and len(mask) == 2 * length + 1 + mask.count(b" ")
     )
 

@@ -26,8 +26,9 @@ from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
 from miles.data.value_sample import row_reader
 
-SLOT_BYTES = 2 << 20
-SLOTS_PER_WORKER = 3
+# A part stays in a core's own cache while it is parsed.
+SLOT_BYTES = 256 << 10
+SLOTS_PER_WORKER = 8
 MAX_WORKERS = 8
 PARALLEL_FROM_BYTES = 64 << 20
 
@@ -63,12 +64,12 @@ class ScannedRows:
 
 def digest64(data: bytes) -> int:
     """Return the first 8 bytes of the SHA-256 of `data`, as an integer."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], sys.byteorder)
 
 
 def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> ScannedRows:
     """Validate the rows of whole lines that begin at `offset` of their file; stops at the first bad one."""
-    rows, reader = ScannedRows(), row_reader(objective)
+    rows, reader, sha256 = ScannedRows(), row_reader(objective), hashlib.sha256
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
@@ -80,8 +81,8 @@ def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> Scanne
                 rows.bad_row = offset + start
                 return rows
             rows.offsets.append(offset + start)
-            rows.digests.append(digest64(line))
-            rows.id_digests.append(digest64(facts.sample_id.encode("utf-8", "surrogatepass")))
+            rows.digests.frombytes(sha256(line).digest()[:8])
+            rows.id_digests.frombytes(sha256(facts.sample_id.encode("utf-8", "surrogatepass")).digest()[:8])
             rows.labels.append(facts.label)
             rows.max_tokens = max(rows.max_tokens, facts.num_tokens)
         start = end
