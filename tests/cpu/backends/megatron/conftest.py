@@ -26,7 +26,7 @@ class Ranks:
             # They import torch with their first task, so ranks that no test wants cost nothing.
             self._group = LocalGroup(4, environment={"CUDA_VISIBLE_DEVICES": ""})
         try:
-            return self._group.run(getattr(megatron_tasks, task), world_size=world_size, **arguments)
+            return self._group.run(getattr(megatron_tasks, task), world_size=world_size, timeout_s=600.0, **arguments)
         except RuntimeError:
             self._group = None
             raise
