@@ -141,7 +141,7 @@ def importance_weights(
             )
         vetoed_B = torch.zeros(num_rows, dtype=torch.bool, device=token_T.device)
         if correction.veto is not None:
-            vetoed_B[row_T[mask_T & (token_T.exp() < correction.veto)]] = True
+            vetoed_B[row_T[token_T.exp() < correction.veto]] = True
             weight_T = torch.where(vetoed_B[row_T], torch.zeros_like(weight_T), weight_T)
         weight_T = masked(weight_T, mask_T)
         metrics = {
