@@ -121,3 +121,11 @@ def test_scan_whose_worker_is_killed_says_so(in_parallel, parallel_rows, monkeyp
     monkeypatch.setattr(value_scan, "_Worker", start_and_kill)
     with pytest.raises(ChildProcessError, match="a process that parses value rows ended with status -9"):
         scan(b"".join(parallel_rows))
+
+
+def test_worker_ends_when_its_parent_does():
+    with value_scan._ring(4096, shared=True) as (descriptor, _):
+        worker = value_scan._Worker(descriptor, OBJECTIVE)
+        worker._pipe.close()  # As the kernel does for a parent that was killed.
+        assert worker._process.wait(timeout=60) == 0
+        worker.close()
