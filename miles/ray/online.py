@@ -170,7 +170,10 @@ class OnlineTrainer:
             TrainingRankLost: the run has been through as many restarts as it may.
         """
         if self._rank_restarts >= self._args.max_restarts:
-            raise TrainingRankLost(f"{lost}; --max-restarts {self._args.max_restarts} allows no other start")
+            raise TrainingRankLost(
+                f"{lost}; --max-restarts {self._args.max_restarts} allows no other start, --resume goes on from the "
+                "last save"
+            )
         self._rank_restarts += 1
         assert self._args.run_dir is not None
         if self._generating is not None:

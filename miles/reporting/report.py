@@ -1,5 +1,6 @@
 """`report.html`: one page, no network, that shows what a run did and which of its figures are missing."""
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ TIME_STAGES = (
 )
 
 _OUTSIDE_STEP = frozenset({"time/save_s", "time/eval_s"})
+
+
+_ACCURACY = re.compile(r"eval/(.+/)?accuracy")
 
 
 class ChainLink(Protocol):
@@ -125,15 +129,23 @@ def _with(line: Line, *, colour: str) -> Line:
 
 
 def _accuracy_lines(metrics: Metrics) -> list[Line]:
-    series = metrics.get("eval/accuracy")
-    if series is None:
-        return []
-    return [Line(series, "held-out accuracy", "c1", band=_logged_band(metrics, series), dots=True)]
+    """A line for each evaluation set, the one without a name first."""
+    lines: list[Line] = []
+    names = [name for name in metrics.names() if _ACCURACY.fullmatch(name)]
+    for name in sorted(names, key=lambda name: name != "eval/accuracy"):
+        series = metrics.get(name)
+        assert series is not None
+        which = name.removeprefix("eval/").removesuffix("accuracy").rstrip("/")
+        label = f"held-out accuracy of {which}" if which else "held-out accuracy"
+        band = _logged_band(metrics, series)
+        lines.append(Line(series, label, f"c{len(lines) % 7 + 1}", band=band, dots=True))
+    return lines
 
 
 def _logged_band(metrics: Metrics, series: Series) -> tuple[list[float], list[float]] | None:
     """The interval that was logged, else the Wilson interval from the count, else none."""
-    by_name = {name: metrics.get(name) for name in ("eval/accuracy_low", "eval/accuracy_high", "eval/count")}
+    stem = series.name.removesuffix("accuracy")
+    by_name = {name: metrics.get(stem + name) for name in ("accuracy_low", "accuracy_high", "count")}
     low, high, count = (s.as_dict() if s else {} for s in by_name.values())
     if all(step in low and step in high for step in series.steps):
         return [low[step] for step in series.steps], [high[step] for step in series.steps]
@@ -492,7 +504,7 @@ def _tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
             f"95 % interval {_percent(band[0][-1])} to {_percent(band[1][-1])}" if band else "no interval logged"
         )
         tiles.append(
-            ("Held-out accuracy", _percent(line.series.last), f"from {_percent(line.series.first)}; {interval}")
+            (line.label.capitalize(), _percent(line.series.last), f"from {_percent(line.series.first)}; {interval}")
         )
     if reward := metrics.get("rollout/reward_mean"):
         tiles.append(("Reward", number(reward.last), f"from {number(reward.first)}, {len(reward.steps)} steps"))

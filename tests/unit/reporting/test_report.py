@@ -281,3 +281,14 @@ def test_learning_curve_png_without_either_series_refused(tmp_path):
     folder = write_lines(tmp_path, [{"step": 1, "stage": "value", "value/loss": 0.5}])
     with pytest.raises(ValueError, match="neither eval/accuracy nor rollout/reward_mean"):
         learning_curve_png(folder, tmp_path / "curve.png")
+
+
+def test_write_report_every_evaluation_set_is_drawn_and_told(tmp_path):
+    lines = [
+        {"step": step, "stage": "eval", f"eval/{name}/accuracy": level + step / 10, f"eval/{name}/count": 100}
+        for step in (0, 1)
+        for name, level in (("aime", 0.1), ("math", 0.5))
+    ]
+    text = write_report(write_lines(tmp_path / "run", lines)).read_text(encoding="utf-8")
+    for words in ("Held-out accuracy of aime", "Held-out accuracy of math", "60.0 %", "20.0 %"):
+        assert words in text
