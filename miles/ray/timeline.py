@@ -1,7 +1,7 @@
-"""What ran when within one step: spans by lane, and how long a lane was busy."""
+"""What ran when within one step: spans by lane, and how long a lane or a stage was busy."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -24,17 +24,13 @@ class Timeline:
         self.spans.append((lane, name, start, self.now()))
 
     def seconds(self, name: str) -> float | None:
-        """From the first start to the last end of the spans called `name`; None where there is none."""
+        """Seconds in which at least one span called `name` ran; None where there is none."""
         named = [(start, end) for _, other, start, end in self.spans if other == name]
-        return max(end for _, end in named) - min(start for start, _ in named) if named else None
+        return _covered(named) if named else None
 
     def busy(self, lane: str) -> float:
         """Seconds in which the lane had at least one span."""
-        total = reached = 0.0
-        for start, end in sorted((start, end) for other, _, start, end in self.spans if other == lane):
-            total += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
-        return total
+        return _covered((start, end) for other, _, start, end in self.spans if other == lane)
 
     def to_json(self) -> list[list[str | float]]:
         """[lane, name, start, end] of every span, to the millisecond, in the order of their starts."""
@@ -42,3 +38,12 @@ class Timeline:
             [lane, name, round(start, 3), round(end, 3)]
             for lane, name, start, end in sorted(self.spans, key=lambda span: span[2:])
         ]
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total = reached = 0.0
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
