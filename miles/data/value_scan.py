@@ -26,8 +26,9 @@ from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
 from miles.data.value_sample import row_reader
 
-# A part stays in a core's own cache while it is parsed.
-SLOT_BYTES = 256 << 10
+# A part stays in a core's own cache while it is parsed; the room beyond it is for long rows, untouched without them.
+PART_BYTES = 256 << 10
+SLOT_BYTES = 2 << 20
 SLOTS_PER_WORKER = 8
 MAX_WORKERS = 8
 PARALLEL_FROM_BYTES = 64 << 20
@@ -158,15 +159,16 @@ def _chunks(
         ring[base : base + len(carry)] = carry
         filled, cut = len(carry), 0
         with memoryview(ring) as view:
-            while filled < SLOT_BYTES:
-                with view[base + filled : base + SLOT_BYTES] as space:
+            while not ended and cut <= 0 and filled < SLOT_BYTES:
+                until = min(SLOT_BYTES, filled + PART_BYTES)
+                with view[base + filled : base + until] as space:
                     got = stream.readinto(space)
                     digest.update(space[:got])
                 ended = got == 0
+                cut = ring.rfind(b"\n", base + filled, base + filled + got) + 1 - base
                 filled += got
-                if ended:
-                    break
-        cut = filled if ended else ring.rfind(b"\n", base, base + filled) + 1 - base
+        if ended:
+            cut = filled
         if cut > 0:
             carry = ring[base + cut : base + filled]
             yield base, cut, offset, None

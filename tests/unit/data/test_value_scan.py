@@ -60,9 +60,10 @@ def assert_equals(rows, lines):
     assert len(set(rows.id_digests)) == len(expected)
 
 
-@pytest.mark.parametrize("slot_bytes", [97, 1000, 1 << 20])
+@pytest.mark.parametrize(("part_bytes", "slot_bytes"), [(7, 97), (97, 97), (100, 3000), (1000, 1000), (1 << 20,) * 2])
 @pytest.mark.parametrize("last_newline", [True, False])
-def test_scan_in_one_process_finds_every_row(monkeypatch, slot_bytes, last_newline):
+def test_scan_in_one_process_finds_every_row(monkeypatch, part_bytes, slot_bytes, last_newline):
+    monkeypatch.setattr(value_scan, "PART_BYTES", part_bytes)
     monkeypatch.setattr(value_scan, "SLOT_BYTES", slot_bytes)
     lines = make_rows(60)
     data = b"".join(lines) if last_newline else b"".join(lines).rstrip()
@@ -81,6 +82,7 @@ def parallel_rows():
 @pytest.fixture
 def in_parallel(monkeypatch):
     monkeypatch.setattr(value_scan, "PARALLEL_FROM_BYTES", 0)
+    monkeypatch.setattr(value_scan, "PART_BYTES", 500)
     monkeypatch.setattr(value_scan, "SLOT_BYTES", 2000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
