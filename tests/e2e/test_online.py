@@ -226,7 +226,7 @@ def test_canary_grpo_without_a_critic_against_a_reference_model(
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
     run_dir = tmp_path / "run"
-    flags = without(online_flags, "--critic-lr")
+    flags = without(online_flags, "--critic-lr", "--eval-prompt-data")
     flags += ["--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", 0.1, "--kl-loss-type", "k2"]
     flags += ["--dynamic-sampling-filter-path", "miles.rollout.filters:nonzero_reward_std"]
     flags += ["--over-sampling-batch-size", 10, "--policy-objective", "gspo", "--loss-agg-mode", "seq-mean-token-mean"]
