@@ -437,6 +437,7 @@ class OnlineTrainer:
 
     async def engine_log_prob_difference(self, rollout_id: int) -> float:
         """Largest difference of the engine's and the actor's log-probs on a fresh rollout, same weights."""
+        await self._manager.discard_leftover.remote()
         batch, _ = await self._rollout(rollout_id)
         ours = await self._actor.compute_log_probs(self._shards(self._actor, batch))
         return _largest_difference(ours, dict(zip(batch["sample_indices"], batch["rollout_log_probs"], strict=True)))

@@ -39,6 +39,11 @@ class GroupSource:
         taken, self._leftover = self._leftover[:count], self._leftover[count:]
         return taken
 
+    @property
+    def num_leftover(self) -> int:
+        """Groups that were put back and not taken yet."""
+        return len(self._leftover)
+
     def put_back(self, groups: Sequence[Group]) -> None:
         """Keep sampled groups for a later rollout."""
         self._leftover.extend(groups)

@@ -281,6 +281,10 @@ class RolloutManager:
             )
         return samples
 
+    def discard_leftover(self) -> None:
+        """Forget groups that are left over, so that the next rollout is of the current weights alone."""
+        self._source.take_leftover(self._source.num_leftover)
+
     # ---------------------------------------------------------------- resuming
 
     def state_dict(self) -> dict[str, Any]:
