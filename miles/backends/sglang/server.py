@@ -1,5 +1,6 @@
 """One SGLang server: the real `sglang.launch_server`, under a supervisor that leaves no orphan."""
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -278,12 +279,13 @@ class SGLangServer:
         """Whether the server's process runs; whether it answers is `SGLangClient.check_health`'s question."""
         return self._process is not None and self._process.poll() is None
 
-    def processes(self) -> list[int]:
-        """Ids of the server's own processes, without those that watch over it."""
-        if self._process is None:
-            return []
-        below = psutil.Process(self._process.pid).children(recursive=True)
-        return [process.pid for process in below if str(_SUPERVISOR) not in process.cmdline()]
+    def signal(self, signum: int) -> None:
+        """Send a signal to every process of the server, but to none that watches over it."""
+        assert self._process is not None, "start() comes first"
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if str(_SUPERVISOR) not in process.cmdline():
+                    process.send_signal(signum)
 
     def describe_exit(self) -> str | None:
         """One line on how a started server ended; None while it runs."""

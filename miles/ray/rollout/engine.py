@@ -48,8 +48,7 @@ class RolloutEngine:
     def signal(self, signum: int) -> None:
         """Send a signal to every process of the server: a fault that tests ask for."""
         assert self._server is not None
-        for pid in self._server.processes():
-            os.kill(pid, signum)
+        self._server.signal(signum)
 
     def stop(self) -> None:
         """End the server."""
