@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
-from miles.data.value_sample import row_reader
+from miles.data.value_sample import has_long_number, row_reader
 
 # A part stays in a core's own cache while it is parsed; the room beyond it is for long rows, untouched without them.
 PART_BYTES = 256 << 10
@@ -71,13 +71,14 @@ def digest64(data: bytes) -> int:
 def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> ScannedRows:
     """Validate the rows of whole lines that begin at `offset` of their file; stops at the first bad one."""
     rows, reader, sha256 = ScannedRows(), row_reader(objective), hashlib.sha256
+    long_numbers = has_long_number(data)
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
         line = data[start:end]
         if not line.isspace():
             try:
-                facts = reader.facts(line)
+                facts = reader.facts(line, long_numbers=long_numbers)
             except ValueError:
                 rows.bad_row = offset + start
                 return rows

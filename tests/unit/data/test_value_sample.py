@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.contracts.value_schema import ValueObjective
-from miles.data.value_sample import parse_value_row, row_reader
+from miles.data.value_sample import has_long_number, parse_value_row, row_reader
 
 CLASSIFICATION = ValueObjective()
 MSE = ValueObjective(loss_type="mse")
@@ -38,7 +38,7 @@ def judge(line, objective):
 
 
 def assert_quick_agrees(line, objective):
-    facts = row_reader(objective).quick_facts(line)
+    facts = row_reader(objective).quick_facts(line, long_numbers=bool(line) and has_long_number(line))
     if facts is not None:
         label = None if math.isnan(facts.label) else facts.label
         assert (facts.sample_id, facts.num_tokens, label) == judge(line, objective), line
@@ -150,6 +150,23 @@ def test_unusual_but_valid_row_is_accepted(old, new, label):
     facts = row_reader(CLASSIFICATION).facts(BASE.replace(old, new, 1))
     assert (facts.num_tokens, facts.label) == (4, label)
     assert math.copysign(1, facts.label) == 1
+
+
+@pytest.mark.parametrize("number", [1, 123456789, 1234567890, 9999999999, 10**30])
+@pytest.mark.parametrize("before", [b"", b"123456789,", b"x" * 7, b"9" * 8 + b"."])
+def test_long_number_is_ten_digits_in_a_row(number, before):
+    assert has_long_number(before + str(number).encode() + b",1") == (number >= 10**9)
+
+
+def test_token_of_ten_digits_is_looked_at_wherever_it_stands():
+    for place in range(4):
+        tokens = [1, 2, 3, 4]
+        for token, valid in ((2**31 - 1, True), (2**31, False)):
+            tokens[place] = token
+            line = line_of(tokens=tokens)
+            assert has_long_number(line)
+            assert row_reader(CLASSIFICATION).quick_facts(line) is None
+            assert (judge(line, CLASSIFICATION) is not None) == valid
 
 
 def test_label_is_the_one_return_at_active_tokens():
