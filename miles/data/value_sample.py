@@ -118,6 +118,7 @@ def _exact_row(line: bytes, objective: ValueObjective) -> ValueSample:
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS = b"0" * 10
+_BLOCK = 16 << 10
 
 
 class RowReader:
@@ -193,16 +194,21 @@ class RowReader:
 row_reader = functools.lru_cache(maxsize=8)(RowReader)
 
 
-def has_long_number(data: bytes) -> bool:
+def has_long_number(data: bytes | memoryview) -> bool:
     """Return whether ten digits stand in a row anywhere; fewer make no number above `MAX_TOKEN_ID`."""
     # Refused command lines import this module and need not wait for numpy.
     import numpy as np
 
-    digit = np.frombuffer(data, np.uint8) - np.uint8(48) < 10
-    two = digit[:-1] & digit[1:]
-    four = two[:-2] & two[2:]
-    eight = four[:-4] & four[4:]
-    return bool((eight[:-2] & two[8:]).any())
+    signs = np.frombuffer(data, np.uint8)
+    # Blocks that fit the first cache, each with the nine signs that follow it.
+    for start in range(0, len(signs), _BLOCK):
+        digit = signs[start : start + _BLOCK + 9] - np.uint8(48) < 10
+        two = digit[:-1] & digit[1:]
+        four = two[:-2] & two[2:]
+        eight = four[:-4] & four[4:]
+        if (eight[:-2] & two[8:]).any():
+            return True
+    return False
 
 
 def _is_list_of_digits(value: bytes) -> bool:

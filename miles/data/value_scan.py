@@ -68,13 +68,20 @@ def digest64(data: bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], sys.byteorder)
 
 
-def scan_lines(data: bytes, *, offset: int, objective: ValueObjective) -> ScannedRows:
-    """Validate the rows of whole lines that begin at `offset` of their file; stops at the first bad one."""
+def scan_lines(
+    data: bytes | mmap.mmap, start: int, stop: int, *, offset: int, objective: ValueObjective
+) -> ScannedRows:
+    """Validate the rows of the whole lines in `data[start:stop]`; stops at the first bad one.
+
+    Args:
+        offset: where `data[start]` stands in its file.
+    """
     rows, reader, sha256 = ScannedRows(), row_reader(objective), hashlib.sha256
-    long_numbers = has_long_number(data)
-    start = 0
-    while start < len(data):
-        end = data.find(b"\n", start) + 1 or len(data)
+    with memoryview(data) as view, view[start:stop] as part:
+        long_numbers = has_long_number(part)
+    offset -= start
+    while start < stop:
+        end = data.find(b"\n", start, stop) + 1 or stop
         line = data[start:end]
         if not line.isspace():
             try:
@@ -123,8 +130,8 @@ def scan_file(stream: BufferedReader, *, size: int, objective: ValueObjective) -
                 pending.append(pool[turn].receive)
                 turn = (turn + 1) % len(pool)
             else:
-                part = ring[base : base + length] if long_line is None else long_line
-                found = scan_lines(part, offset=offset, objective=objective)
+                part = (ring, base, base + length) if long_line is None else (long_line, 0, len(long_line))
+                found = scan_lines(*part, offset=offset, objective=objective)
                 pending.append(lambda found=found: found)
         while pending:
             found = pending.popleft()()
@@ -248,6 +255,6 @@ def serve() -> None:
         while True:
             try:
                 base, length, offset = pipe.recv()
-                pipe.send(scan_lines(ring[base : base + length], offset=offset, objective=objective))
+                pipe.send(scan_lines(ring, base, base + length, offset=offset, objective=objective))
             except (EOFError, OSError):
                 return
