@@ -243,14 +243,14 @@ def test_dataset_changed_while_it_is_read_is_refused(make_manifest, value_row, m
     data = path.parent / "train.jsonl"
     facts = RowReader.facts
 
-    def write_and_read(self, line):
+    def write_and_read(self, line, **named):
         if replace:
             (path.parent / "other").write_bytes(data.read_bytes())
             os.replace(path.parent / "other", data)
         else:
             with data.open("ab") as stream:
                 stream.write(b" ")
-        return facts(self, line)
+        return facts(self, line, **named)
 
     monkeypatch.setattr(RowReader, "facts", write_and_read)
     with pytest.raises(ValueError, match=r"dataset changed while it was read: .*train\.jsonl"):
