@@ -44,18 +44,16 @@ def _regular_files(folder: Path) -> list[str]:
 def in_parallel(jobs: Sequence[tuple[int, Callable[[], Any]]]) -> list[Future[Any]]:
     """Run jobs, each with its size, on all cores, the largest first; return their finished futures in order.
 
-    Hashing leaves Python's lock, so threads do. An interrupt drops the jobs that have not begun.
+    Hashing leaves Python's lock, so threads do. An interrupt drops the jobs that have not begun and waits for none.
     """
-    workers = max(1, min(16, os.cpu_count() or 1, len(jobs)))
+    pool = ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1, len(jobs))))
     futures: dict[int, Future[Any]] = {}
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for i in sorted(range(len(jobs)), key=lambda i: -jobs[i][0]):
-                futures[i] = pool.submit(jobs[i][1])
-            wait(futures.values())
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    try:
+        for i in sorted(range(len(jobs)), key=lambda i: -jobs[i][0]):
+            futures[i] = pool.submit(jobs[i][1])
+        wait(futures.values())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return [futures[i] for i in range(len(jobs))]
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -283,13 +284,19 @@ class _Walk:
         self._links: list[Link] = []
         self._seen: dict[tuple[str, Path], int] = {}
         self._leaves: list[_Leaf] = []
+        self._stopped = threading.Event()
 
     def links(self) -> list[Link]:
         """Read what is left to read, and return all links from the manifest to the run."""
         jobs = [job for leaf in self._leaves for job in leaf.jobs]
         if self._progress is not None:
             self._progress.start(sum(size for size, _ in jobs))
-        results = iter(in_parallel(jobs))
+        try:
+            results = iter(in_parallel(jobs))
+        except BaseException:
+            # The program cannot end before its threads do, and a shard may take minutes.
+            self._stopped.set()
+            raise
         for leaf in self._leaves:
             mine = [next(results) for _ in leaf.jobs]
             self._add(leaf.name, leaf.path, lambda leaf=leaf, mine=mine: leaf.proof(*(f.result() for f in mine)))
@@ -298,7 +305,13 @@ class _Walk:
 
     def _hash(self, path: Path) -> tuple[int, Callable[[], str]]:
         size = path.stat().st_size if path.is_file() else 0
-        return size, partial(sha256_file, path, progress=self._progress)
+        return size, partial(sha256_file, path, progress=self._advance)
+
+    def _advance(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError("interrupted")
+        if self._progress is not None:
+            self._progress(count)
 
     def _add_leaf(
         self, name: str, path: Path, jobs: list[tuple[int, Callable[[], Any]]], proof: Callable[..., str]
