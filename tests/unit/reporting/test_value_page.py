@@ -127,6 +127,12 @@ def test_value_page_of_a_report_that_contradicts_itself_is_refused(report, tmp_p
     assert not (tmp_path / "page.html").exists()
 
 
+def test_value_page_of_a_report_that_lacks_what_its_fields_promise_is_refused(report):
+    rewrite(report, lambda content: content["positions"]["groups"][0].pop("labels"))
+    with pytest.raises(ValueError, match=r"eval_report\.json: malformed report: KeyError: 'labels'"):
+        write_value_page(report)
+
+
 def test_value_page_of_another_programs_report_draws_what_is_there(quick, report):
     def strip(content):
         for ours in ("bias", "calibration", "positions", "worst_trajectories", "sum_tails"):
