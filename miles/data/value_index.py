@@ -89,7 +89,7 @@ def open_index(path: Path, *, sha256: str, objective: ValueObjective) -> Opened:
         OSError: the file cannot be read.
     """
     known = _read_cache(path, sha256=sha256, objective=objective)
-    with path.open("rb", buffering=1 << 16) as stream:
+    with path.open("rb") as stream:
         before = os.fstat(stream.fileno())
         began = time.monotonic()
         if before.st_size >= CACHE_FROM_BYTES:

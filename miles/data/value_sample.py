@@ -121,24 +121,27 @@ _TEN_DIGITS = b"0" * 10
 _BLOCK = 16 << 10
 
 
+class _Row(msgspec.Struct):
+    """A row whose lists stay raw: their syntax is checked, no more."""
+
+    sample_id: Annotated[str, msgspec.Meta(min_length=1)]
+    tokens: msgspec.Raw
+    response_length: Annotated[int, msgspec.Meta(ge=1)]
+    returns: msgspec.Raw
+    loss_mask: msgspec.Raw = msgspec.Raw()
+
+
 class RowReader:
     """Validates rows of one objective, the ordinary ones without making an object of each number."""
 
     def __init__(self, objective: ValueObjective) -> None:
         self._objective = objective
-        bounds = {}
+        within = msgspec.Meta()
         if objective.loss_type == "classification":
-            bounds = {"ge": objective.reward_low, "le": objective.reward_high}
-        # Lists stay raw: their syntax is checked, no more.
-        fields: list[Any] = [
-            ("sample_id", Annotated[str, msgspec.Meta(min_length=1)]),
-            ("tokens", msgspec.Raw),
-            ("response_length", Annotated[int, msgspec.Meta(ge=1)]),
-            ("returns", msgspec.Raw),
-            ("loss_mask", msgspec.Raw, msgspec.Raw()),
-        ]
-        self._decode_row = msgspec.json.Decoder(msgspec.defstruct("Row", fields)).decode
-        self._decode_returns = msgspec.json.Decoder(list[Annotated[float, msgspec.Meta(**bounds)]]).decode
+            within = msgspec.Meta(ge=objective.reward_low, le=objective.reward_high)
+        numbers: Any = list[Annotated[float, within]]
+        self._decode_row = msgspec.json.Decoder(_Row).decode
+        self._decode_returns = msgspec.json.Decoder(numbers).decode
 
     def facts(self, line: bytes, *, long_numbers: bool = True) -> RowFacts:
         """Validate a row and return what an index keeps of it.
