@@ -30,7 +30,19 @@ def build_parser() -> argparse.ArgumentParser:
     held.add_argument("--heldout-rollouts", nargs="+", default=[], metavar="PATH", help="held-out rollouts, apart")
     parser.add_argument("--gamma", type=float, default=1.0, help="discount per trainable token (default 1.0)")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the split and the label mix (default 1234)")
-    parser.add_argument("--label-mix", choices=("natural", "balanced"), default="natural")
+    parser.add_argument(
+        "--label-mix",
+        choices=("natural", "balanced"),
+        default="natural",
+        help="balanced: as many rows of each reward as of the rarest, in each split (default natural)",
+    )
+    parser.add_argument(
+        "--rows-per-label",
+        type=int,
+        nargs=2,
+        metavar=("TRAIN", "HELDOUT"),
+        help="balanced: up to so many rows of each reward instead; rarer rewards keep all",
+    )
     parser.add_argument("--max-tokens", type=int, help="keep the last tokens of longer rows")
     parser.add_argument("--strict", action="store_true", help="refuse where a completed row would be left out")
     default = ValueObjective()
@@ -62,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 heldout_fraction=ns.heldout_fraction,
                 seed=ns.seed,
                 label_mix=ns.label_mix,
+                rows_per_label=None if ns.rows_per_label is None else (ns.rows_per_label[0], ns.rows_per_label[1]),
                 max_tokens=ns.max_tokens,
                 strict=ns.strict,
             ),
@@ -76,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"rollouts read: {report['rows_read']}, kept: {report['rows_kept']}")
     for reason, count in report["rows_dropped"].items():
         print(f"  left out: {count:6d}  {reason}  (first: {report['dropped_examples'][reason][0]})")
+    if ns.rows_per_label is None and 2 * report["rows_dropped"].get("label_mix", 0) > report["rows_read"]:
+        print("  the rarest reward sets the number of all; --rows-per-label takes up to so many of each instead")
     for name, part in report["splits"].items():
         rewards = ", ".join(f"{float(label):g}: {count}" for label, count in list(part["rewards"].items())[:6])
         print(

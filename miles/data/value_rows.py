@@ -57,6 +57,8 @@ class ConversionOptions:
         heldout_fraction: part of the distinct prompts held out, when no held-out rollouts are given.
         seed: orders prompts for the split, and rows for a balanced label mix.
         label_mix: "natural", or "balanced": as many rows of each reward as of the rarest, in each split.
+        rows_per_label: with a balanced mix, at most so many rows of each reward in (train, heldout) instead; a rarer
+            reward keeps all its rows and takes none from the others.
         max_tokens: longer rows keep their last `max_tokens` tokens; None keeps all.
         strict: refuse the whole conversion where a completed row would be left out.
     """
@@ -65,6 +67,7 @@ class ConversionOptions:
     heldout_fraction: float = 0.2
     seed: int = 1234
     label_mix: str = "natural"
+    rows_per_label: tuple[int, int] | None = None
     max_tokens: int | None = None
     strict: bool = False
 
@@ -75,6 +78,11 @@ class ConversionOptions:
             raise ValueError(f"--heldout-fraction must be between 0 and 1, both excluded, got {self.heldout_fraction}")
         if self.label_mix not in ("natural", "balanced"):
             raise ValueError(f"--label-mix must be natural or balanced, got {self.label_mix!r}")
+        if self.rows_per_label is not None:
+            if self.label_mix != "balanced":
+                raise ValueError("--rows-per-label needs --label-mix balanced")
+            if min(self.rows_per_label) < 1:
+                raise ValueError(f"--rows-per-label must be at least 1 in each split, got {self.rows_per_label}")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(
                 f"--max-tokens must be at least 2, one prompt and one target token, got {self.max_tokens}"
@@ -274,15 +282,18 @@ def _split_as_given(rows: list[_Row], *, sources: Sequence[Path]) -> dict[str, l
     return split
 
 
-def _balanced(rows: list[_Row], *, seed: int, sources: Sequence[Path], account: _Account) -> list[_Row]:
+def _balanced(
+    rows: list[_Row], *, quota: int | None, seed: int, sources: Sequence[Path], account: _Account
+) -> list[_Row]:
     groups: dict[float, list[_Row]] = {}
     for row in rows:
         groups.setdefault(row.reward, []).append(row)
-    quota = min(map(len, groups.values()), default=0)
+    if quota is None:
+        quota = min(map(len, groups.values()), default=0)
     kept: set[tuple[int, int]] = set()
     rng = random.Random(seed)
     for reward in sorted(groups):
-        kept |= {(row.source, row.line) for row in rng.sample(groups[reward], quota)}
+        kept |= {(row.source, row.line) for row in rng.sample(groups[reward], min(quota, len(groups[reward])))}
     for row in rows:
         if (row.source, row.line) not in kept:
             account.drop("label_mix", f"{sources[row.source]}:{row.line}")
@@ -405,7 +416,11 @@ def build_value_dataset(
         )
     split = _split_as_given(rows, sources=sources) if heldout_rollouts else _split_by_prompt(rows, options=options)
     if options.label_mix == "balanced":
-        split = {n: _balanced(r, seed=options.seed, sources=sources, account=account) for n, r in split.items()}
+        quotas = dict(zip(SPLITS, options.rows_per_label or (None, None), strict=True))
+        split = {
+            name: _balanced(rows, quota=quotas[name], seed=options.seed, sources=sources, account=account)
+            for name, rows in split.items()
+        }
     for name in SPLITS:
         if not split[name]:
             raise ValueError(
@@ -449,6 +464,7 @@ def _write_all(
         "split_by": "prompt_tokens",
         "heldout": "given" if any(row.heldout for row in split["heldout"]) else options.heldout_fraction,
         "label_mix": options.label_mix,
+        "rows_per_label": None if options.rows_per_label is None else list(options.rows_per_label),
         "max_tokens": options.max_tokens,
         "seed": options.seed,
     }

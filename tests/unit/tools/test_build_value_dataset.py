@@ -343,6 +343,20 @@ def test_build_windowed_rows_keep_their_returns_and_masks(write_rollouts, rollou
         assert sample.returns == tuple(reward * 0.5**k for k in range(6, -1, -1))
 
 
+def test_build_balanced_up_to_a_number_per_label_keeps_all_of_a_rare_one(write_rollouts, rollout_row, tmp_path):
+    rewards = [0.0] * 20 + [1.0] * 12 + [0.5] * 2
+    rows = [rollout_row(i, prompt=i, reward=reward) for i, reward in enumerate(rewards)]
+    held = [rollout_row(i, prompt=100 + i, reward=float(i % 2)) for i in range(10)]
+    report = build(
+        write_rollouts(rows), tmp_path / "out", heldout_rollouts=[write_rollouts(held, "held.jsonl")],
+        label_mix="balanced", rows_per_label=(8, 3),
+    )  # fmt: skip
+    assert report["splits"]["train"]["rewards"] == {"0": 8, "0.5": 2, "1": 8}
+    assert report["splits"]["heldout"]["rewards"] == {"0": 3, "1": 3}
+    assert report["rows_dropped"] == {"label_mix": 34 - 18 + 4}
+    assert report["options"]["rows_per_label"] == [8, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -351,6 +365,8 @@ def test_build_windowed_rows_keep_their_returns_and_masks(write_rollouts, rollou
         ({"heldout_fraction": 0.0}, "--heldout-fraction must be between 0 and 1"),
         ({"heldout_fraction": 1.0}, "--heldout-fraction must be between 0 and 1"),
         ({"label_mix": "even"}, "--label-mix must be natural or balanced"),
+        ({"rows_per_label": (4, 4)}, "--rows-per-label needs --label-mix balanced"),
+        ({"rows_per_label": (0, 4), "label_mix": "balanced"}, "--rows-per-label must be at least 1"),
         ({"max_tokens": 1}, "--max-tokens must be at least 2"),
     ],
 )
