@@ -26,10 +26,10 @@ from miles.contracts.value_schema import ValueObjective
 from miles.data import value_sample
 from miles.data.value_sample import has_long_number, row_reader
 
-# A part stays in a core's own cache while it is parsed; the room beyond it is for long rows, untouched without them.
-PART_BYTES = 256 << 10
-SLOT_BYTES = 2 << 20
-SLOTS_PER_WORKER = 8
+# Lines are handed over in parts of about this size; the room beyond it is for long rows, and untouched without them.
+PART_BYTES = 1 << 20
+SLOT_BYTES = 4 << 20
+SLOTS_PER_WORKER = 4
 MAX_WORKERS = 8
 PARALLEL_FROM_BYTES = 64 << 20
 
