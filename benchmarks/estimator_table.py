@@ -151,7 +151,7 @@ def losses(reference: Any, batch: dict[str, Any]) -> Iterator[tuple[str, str, An
     expected = [np.array(w) * np.array(x) for w, x in zip(weights, plain, strict=True)]
     yield "decoupled_ppo", "one token", found(objective="decoupled_ppo"), expected
 
-    corrections = {
+    corrections: dict[str, tuple[Correction, tuple[str, str, float, float], Any, float | None]] = {
         "tis": (tis(), ("token", "clip", 0.0, 2.0), None, None),
         "icepop": (icepop(), ("token", "mask", 0.5, 5.0), None, None),
     }

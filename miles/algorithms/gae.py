@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 32  # tokens solved at once by one triangular matrix
-_GROUP_TOKENS = 1 << 22  # padded tokens of the rows that are solved together
+_GROUP_TOKENS = 1 << 18  # tokens of the rows that are solved together: about what a cache holds
 
 
 def check_decay(name: str, number: float) -> None:
@@ -146,20 +146,24 @@ def gae(
     terminal_N = torch.as_tensor(terminal_rewards_N, dtype=torch.float64).expand(len(counts_N)).numpy()
     if ((counts_N == 0) & (terminal_N != 0)).any():
         raise ValueError("the loss mask is empty: there is no trainable token to put the terminal reward on")
-    place_A = slice(None) if mask_NT.all() else np.flatnonzero(mask_NT)
-    reward_A = rewards_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
-    value_A = values_NT.detach().numpy().reshape(-1)[place_A].astype(np.float64)
-    reward_A[row_ends(counts_N)] += terminal_N[counts_N > 0]
-    advantage_A = gae_rows(rewards_A=reward_A, values_A=value_A, counts_N=counts_N, gamma=gamma, lam=lam_N)
+    advantages_NT, returns_NT = (torch.zeros(values_NT.shape, dtype=values_NT.dtype) for _ in range(2))
+    step = max(1, _GROUP_TOKENS // max(mask_NT.shape[1], 1))
+    for start in range(0, len(mask_NT), step):
+        part = slice(start, start + step)
 
-    def expand(x_A: np.ndarray) -> Tensor:
-        out = torch.zeros(values_NT.numel(), dtype=values_NT.dtype)
-        out.numpy()[place_A] = x_A
-        return out.view(values_NT.shape)
+        def flat(x_NT: Tensor, part: slice = part) -> np.ndarray:
+            return x_NT.detach().numpy().reshape(mask_NT.shape)[part].reshape(-1)
 
-    advantages_NT = expand(advantage_A)
-    value_A += advantage_A
-    return advantages_NT, expand(value_A)
+        counts_P = counts_N[part]
+        place_A = slice(None) if mask_NT[part].all() else np.flatnonzero(mask_NT[part])
+        reward_A = flat(rewards_NT)[place_A].astype(np.float64)
+        value_A = flat(values_NT)[place_A].astype(np.float64)
+        reward_A[row_ends(counts_P)] += terminal_N[part][counts_P > 0]
+        lam_P = lam_N[part] if isinstance(lam_N, np.ndarray) and lam_N.ndim else lam_N
+        advantage_A = gae_rows(rewards_A=reward_A, values_A=value_A, counts_N=counts_P, gamma=gamma, lam=lam_P)
+        flat(advantages_NT)[place_A] = advantage_A
+        flat(returns_NT)[place_A] = value_A + advantage_A
+    return advantages_NT, returns_NT
 
 
 def adaptive_lambda(num_tokens: Tensor | Sequence[int], *, alpha: float, min_length: int = 1) -> Tensor:

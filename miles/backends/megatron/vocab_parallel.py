@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits in a chunk: on a CPU what its cache holds, on a GPU enough to keep it busy."""
 _MIN_SHIFTED = -1e4
 """Logits further than this below the largest have probability 0; -inf would make 0 * -inf of the entropy."""
@@ -117,6 +117,7 @@ class _LogProbEntropy(torch.autograd.Function):
             # log p
             grad_CV = _shift_and_scale_(_read(logits_SV, rows, columns), offset_T[part], ctx.scale)
             if entropy_grad_T is None:
+                assert log_prob_grad_T is not None
                 grad_CV.exp_().mul_(-log_prob_grad_T[part, None])
             else:
                 # dH/dy = -p (log p + H)

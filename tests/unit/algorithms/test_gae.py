@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.algorithms import gae as gae_module
 from miles.algorithms.gae import (
     adaptive_lambda,
     compaction_token_counts,
@@ -125,6 +126,29 @@ def test_gae_any_masks_equal_the_loop(reference, lengths, seed, gamma, lam):
     )
     for row in range(len(lengths)):
         expected = reference.gae(rewards[row], values[row], mask[row], gamma, lam_N[row], terminal[row])
+        np.testing.assert_allclose(got[0][row].numpy(), expected[0], atol=1e-10)
+        np.testing.assert_allclose(got[1][row].numpy(), expected[1], atol=1e-10)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_gae_rows_in_several_blocks_equal_the_loop(reference, monkeypatch, per_row):
+    monkeypatch.setattr(gae_module, "_GROUP_TOKENS", 100)
+    rng = np.random.default_rng(2)
+    mask = rng.random((7, 40)) < 0.8
+    mask[3] = True
+    mask[5] = False
+    values, terminal = rng.normal(size=mask.shape), np.where(mask.any(1), rng.normal(size=7), 0.0)
+    lam_N = rng.random(7) if per_row else np.full(7, 0.9)
+    got = gae(
+        rewards_NT=torch.zeros(7, 40),
+        values_NT=torch.tensor(values),
+        loss_mask_NT=torch.tensor(mask),
+        gamma=0.97,
+        lam=torch.tensor(lam_N) if per_row else 0.9,
+        terminal_rewards_N=torch.tensor(terminal),
+    )
+    for row in range(7):
+        expected = reference.gae(np.zeros(40), values[row], mask[row], 0.97, lam_N[row], terminal[row])
         np.testing.assert_allclose(got[0][row].numpy(), expected[0], atol=1e-10)
         np.testing.assert_allclose(got[1][row].numpy(), expected[1], atol=1e-10)
 
