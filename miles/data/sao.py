@@ -145,4 +145,4 @@ def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
 
 
 def _is_count(number: Any) -> bool:
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number >= 0
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and bool(number >= 0)

@@ -1,6 +1,8 @@
 """What the rollout side says before it starts engines, and the figures of a rollout."""
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,16 @@ import pytest
 from miles.config import Args
 from miles.data.sample import Sample, SampleStatus, read_samples
 from miles.ray.rollout.manager import RolloutManager, _prompt_limit, _rollout_metrics
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A manager sets logging up for its process, which here is that of all tests."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize(
