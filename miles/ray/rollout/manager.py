@@ -186,7 +186,7 @@ class RolloutManager:
         metrics = {
             **_rollout_metrics(samples),
             "rollout/tokens_per_s": sampled_tokens / seconds,
-            "rollout/engine_idle_fraction": 1.0 - float(np.mean(busy)) / seconds,
+            "rollout/engine_idle_fraction": max(0.0, 1.0 - float(np.mean(busy)) / seconds),
         }
         if self._keep is not None:
             metrics["rollout/groups_sampled"] = collected.num_sampled
