@@ -1,6 +1,6 @@
 """What the ranks of the tests do; every function is a LocalGroup task."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -127,7 +127,7 @@ def gather_gradients(worker: MegatronWorker) -> dict[str, np.ndarray]:
     import torch.distributed as dist
 
     if worker.args.use_distributed_optimizer:
-        for buffer in worker._wrapped.buffers:
+        for buffer in cast(Any, worker._wrapped).buffers:
             group, count = buffer.data_parallel_group, buffer.data_parallel_world_size
             for bucket in buffer.buckets:
                 parts = [part.clone() for part in bucket.grad_data.chunk(count)]

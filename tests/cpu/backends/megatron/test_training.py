@@ -76,8 +76,8 @@ def test_gradient_one_process_equals_transformers(
     loss = reference_loss(model, batch, name, head)
     loss.backward()
     assert found["run"]["metrics"]["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-    expected = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    expected |= {f"head.{key}": param.grad for key, param in head.items()}
+    params = dict(model.named_parameters()) | {f"head.{key}": param for key, param in head.items()}
+    expected = {key: param.grad for key, param in params.items() if param.grad is not None}
     assert set(found["run"]["gradient"]) == set(expected)
     for key, gradient in expected.items():
         np.testing.assert_allclose(found["run"]["gradient"][key], gradient.numpy(), rtol=1e-4, atol=1e-6, err_msg=key)
