@@ -654,6 +654,8 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
 
 
 def _walk_by_schema(walk: _Walk, path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: neither a file nor a folder")
     try:
         schema = _read_object(path).get("schema")
     except ValueError as error:

@@ -8,19 +8,37 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from miles.contracts.canonical import canonical_json_bytes, readable_json_bytes
 
 
+@contextlib.contextmanager
+def _speaking_of(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of the file system name what the caller asked for: not a temporary name, and not nothing (full disk)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # The number decides the class.
+        raise OSError(error.errno, error.strerror, os.fspath(target)) from error
+
+
+def _fsync(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> None:
+    with _speaking_of(path):
+        descriptor = os.open(path, flags)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def fsync_folder(folder: str | os.PathLike[str]) -> None:
     """Make the names inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -35,9 +53,6 @@ def _write_temporary(temporary: Path, data: bytes, *, exclusive: bool, mode: int
     descriptor = os.open(temporary, flags, mode)
     try:
         _write_all(descriptor, data)
-    except OSError as error:
-        # A full disk reports no file name by itself.
-        raise OSError(error.errno, error.strerror, str(temporary)) from error
     finally:
         os.close(descriptor)
 
@@ -59,25 +74,26 @@ def publish_bytes(
 
     Raises:
         FileExistsError: `replace` is False and `path` exists, be it a dangling link.
-        OSError: the disk is full, or another error of the file system; nothing is left behind.
+        OSError: the disk is full, or another error of the file system, and names `path`; nothing is left behind.
     """
     path = Path(path)
     temporary = path.parent / (temporary_name or f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     if not replace and os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(path))
-    try:
-        _write_temporary(temporary, data, exclusive=temporary_name is None, mode=mode)
-        if replace:
-            os.replace(temporary, path)
-        else:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                raise FileExistsError(errno.EEXIST, "already exists and is never replaced", str(path)) from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-    fsync_folder(path.parent)
+    with _speaking_of(path):
+        try:
+            _write_temporary(temporary, data, exclusive=temporary_name is None, mode=mode)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    raise FileExistsError(errno.EEXIST, "already exists and is never replaced") from None
+        finally:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                temporary.unlink()
+        fsync_folder(path.parent)
     return path
 
 
@@ -94,11 +110,7 @@ def fsync_tree(folder: str | os.PathLike[str]) -> None:
     """Make every file and name below `folder` durable."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _fsync(os.path.join(parent, name))
         fsync_folder(parent)
 
 
@@ -127,8 +139,13 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
 
     Raises:
         FileExistsError: `final` exists, is not an empty folder, and `replace` is False.
+        OSError: another error of the file system; names `final`.
     """
-    temporary, final = Path(temporary), Path(final)
+    with _speaking_of(final):
+        return _publish_folder(Path(temporary), Path(final), replace=replace)
+
+
+def _publish_folder(temporary: Path, final: Path, *, replace: bool) -> Path:
     fsync_tree(temporary)
     occupied = os.path.lexists(final) and (final.is_symlink() or not final.is_dir() or any(final.iterdir()))
     if occupied and not replace:

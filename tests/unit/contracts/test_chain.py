@@ -337,6 +337,11 @@ def test_verify_command_prints_one_line_per_link_and_exit_codes(value_chain, cap
     assert "no such file or folder" in capsys.readouterr().err
 
 
+def test_verify_command_path_is_a_device_names_it(capsys):
+    assert command(Path("/dev/null")) == 2
+    assert capsys.readouterr().err == "miles verify: /dev/null: neither a file nor a folder\n"
+
+
 def test_verify_command_needs_no_torch_ray_or_megatron(value_chain):
     code = (
         "import sys, argparse; from miles.contracts.verify_command import *; p = argparse.ArgumentParser();"

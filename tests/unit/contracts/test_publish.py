@@ -1,5 +1,6 @@
 """A reader sees the old file or the new one, never a part; a kill leaves no half-written artifact."""
 
+import errno
 import os
 import resource
 import signal
@@ -74,8 +75,47 @@ def test_publish_bytes_disk_full_names_the_file_and_leaves_nothing(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "f")], capture_output=True, text=True, timeout=60, check=True
     )
-    assert str(tmp_path / ".f.") in result.stdout
+    assert result.stdout == f"[Errno 27] File too large: '{tmp_path / 'f'}'\n"
     assert os.listdir(tmp_path) == []
+
+
+def fails(publish, error) -> OSError:
+    with pytest.raises(error) as raised:
+        publish()
+    assert type(raised.value) is error
+    return raised.value
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_publish_errors_name_the_target_and_keep_number_and_class(tmp_path, replace):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("x")
+    for target, error, number in (
+        (tmp_path / "taken", IsADirectoryError if replace else FileExistsError, None),
+        (tmp_path / "none" / "f", FileNotFoundError, errno.ENOENT),
+        (tmp_path / "file" / "f", NotADirectoryError, errno.ENOTDIR),
+    ):
+        for publish in (
+            lambda target=target: publish_bytes(target, b"one", replace),
+            lambda target=target: publish_json(target, {}, replace),
+        ):
+            raised = fails(publish, error)
+            assert (raised.filename, raised.filename2) == (str(target), None)
+            assert number in (None, raised.errno)
+    assert sorted(os.listdir(tmp_path)) == ["file", "taken"]
+
+
+def test_publish_folder_errors_name_the_target(tmp_path):
+    make_folder(tmp_path / ".tmp", "one")
+    assert fails(lambda: publish_folder(tmp_path / ".tmp", tmp_path / "no" / "f"), FileNotFoundError).filename == str(
+        tmp_path / "no" / "f"
+    )
+    # A file that cannot be flushed is told by the name the caller knows too.
+    (tmp_path / ".tmp" / "inner" / "dangling").symlink_to(tmp_path / "nowhere")
+    assert fails(lambda: publish_folder(tmp_path / ".tmp", tmp_path / "f"), FileNotFoundError).filename == str(
+        tmp_path / "f"
+    )
+    assert os.listdir(tmp_path) == [".tmp"]
 
 
 def make_folder(path, content):
