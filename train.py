@@ -1,19 +1,29 @@
 """Online RL: actor and critic groups, rollout engines, PPO. One process drives; Ray runs the rest."""
 
+from miles.utils.audit_utils.interrupts import end_in_one_line
+
+if __name__ == "__main__":
+    end_in_one_line("train.py")
+
 import logging
-from pathlib import Path
 from typing import Any
 
+from miles.backends.megatron.checkpoint_identity import find_checkpoint
 from miles.config import Args
-from miles.contracts.canonical import parse_strict_json
 from miles.contracts.chain import describe_value_pretraining
-from miles.contracts.value_report import check_report
-from miles.contracts.value_schema import contract_path
+from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
+from miles.ray.train_state import resume_state
+from miles.rollout.preflight import check_rollout_inputs
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.tracking_utils.run_folder import create_run_folder, refuse_changed_config, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
-from miles.value_pretraining import check_online_contract, objective_args
+from miles.value_pretraining import (
+    check_critic_listing,
+    check_online_contract,
+    check_passed_report,
+    objective_args,
+)
 
 logger = logging.getLogger("train")
 
@@ -25,12 +35,19 @@ def settle(args: Args) -> Args:
         ValueError: the contract does not match the run, naming the field.
         FileNotFoundError: a contract digest is given, but `--critic-load` holds no contract.
     """
-    assert args.run_dir is not None
     if args.canary_one_step:
         args = args.replace(source="canary", num_rollout=1)
+    if args.load is not None:
+        find_checkpoint(args.load)
     if args.critic_load is None:
         return args
     if args.critic_value_pretrain_contract_sha256 is None and not contract_path(args.critic_load).exists():
+        if args.critic_value_eval_report is not None:
+            raise ValueError(
+                f"--critic-load {args.critic_load}: holds no {VALUE_PRETRAIN_CONTRACT_NAME} for "
+                "--critic-value-eval-report to speak of"
+            )
+        find_checkpoint(args.critic_load)
         logger.warning("--critic-load %s holds no value-pretraining contract: no proof", args.critic_load)
         return args
     head = ("value_loss_type", "value_num_bins", "value_reward_range", "value_target_type", "hl_gauss_sigma_ratio")
@@ -41,24 +58,10 @@ def settle(args: Args) -> Args:
         expected_model_identity=args.hf_checkpoint,
         stated=stated,
     )
+    check_critic_listing(args.critic_load, resume)
     if args.critic_value_eval_report is not None:
         check_passed_report(args.critic_value_eval_report, contract_digest=resume.sha256)
     return args.replace(source="contract", **objective_args(objective))
-
-
-def check_passed_report(path: str, *, contract_digest: str) -> None:
-    """Raise ValueError unless the evaluation report at `path` passed its gate for the critic of that contract."""
-    try:
-        report = check_report(parse_strict_json(Path(path).read_bytes()))
-    except ValueError as error:
-        raise ValueError(f"--critic-value-eval-report {path}: {error}") from None
-    if not report["passed"]:
-        raise ValueError(f"--critic-value-eval-report {path}: this critic did not pass its gate")
-    if report["checkpoint"]["contract_sha256"] != contract_digest:
-        raise ValueError(
-            f"--critic-value-eval-report {path}: checkpoint.contract_sha256 is "
-            f"{report['checkpoint']['contract_sha256']}, the contract of --critic-load is {contract_digest}"
-        )
 
 
 async def main(args: Args, state: dict[str, Any] | None) -> None:
@@ -118,13 +121,15 @@ if __name__ == "__main__":
     configure_logger(settings, source="train")
     try:
         settings = settle(settings)
-        # Needs no Ray, but lies in a room that imports it, which takes a second: after the cheaper refusals.
-        from miles.ray.online import resume_state
-        from miles.ray.program import run_program
-
         resumed = None if settings.rollout_only else resume_state(settings)
         if resumed is not None:
             refuse_changed_config(settings)
+        check_rollout_inputs(settings)
+        # Importing Ray takes a second: after the cheaper refusals.
+        from miles.ray.cluster import check_devices_can_be_had
+        from miles.ray.program import run_program
+
+        check_devices_can_be_had(settings)
         folder = create_run_folder(settings, entry="train")
         if settings.critic_load is not None and contract_path(settings.critic_load).exists():
             consumed = describe_value_pretraining(

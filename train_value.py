@@ -1,6 +1,9 @@
 """Offline value pretraining: train a critic on recorded trajectories, or put one through the gate."""
 
-import sys
+from miles.utils.audit_utils.interrupts import end_in_one_line
+
+if __name__ == "__main__":
+    end_in_one_line("train_value.py")
 
 from miles.config import Args
 from miles.utils.arguments import parse_args
@@ -10,6 +13,7 @@ from miles.utils.tracking_utils.run_folder import create_run_folder, update_run_
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import (
     ValuePretrainPlan,
+    check_critic_listing,
     check_loaded_iterations,
     objective_args,
     prepare_value_pretraining,
@@ -37,14 +41,15 @@ if __name__ == "__main__":
         value_plan = prepare_value_pretraining(
             settings, model_parallel_size=compute_megatron_world_size_except_dp(settings.for_role("critic"))
         )
+        if settings.critic_load is not None and value_plan.resume is not None:
+            check_critic_listing(settings.critic_load, value_plan.resume)
         settings = settings.replace(source="manifest", **objective_args(value_plan.manifest.objective))
+        # Ray comes only now: everything above is refused within a second or two.
+        from miles.ray.cluster import check_devices_can_be_had
+        from miles.ray.program import run_program
+
+        check_devices_can_be_had(settings)
         update_run_json(create_run_folder(settings, entry="train_value"), value_data=value_plan.data_record())
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train_value.py: {mistake}") from None
-    except KeyboardInterrupt:
-        print("train_value.py: interrupted before a device was reserved", file=sys.stderr)
-        raise SystemExit(130) from None
-    # Ray comes only now: everything above is refused within a second or two.
-    from miles.ray.program import run_program
-
     run_program("train_value.py", main(settings, value_plan))

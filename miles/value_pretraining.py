@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles.contracts.canonical import require_int
-from miles.contracts.chain import prune_link_records, write_link_record
+from miles.contracts.artifact import check_checkpoint_listing
+from miles.contracts.canonical import parse_strict_json, require_int
+from miles.contracts.chain import iteration_folder, prune_link_records, write_link_record
 from miles.contracts.publish import publish_bytes
+from miles.contracts.value_report import check_report
 from miles.contracts.value_schema import (
     VALUE_PRETRAIN_CONTRACT_NAME,
     VALUE_PRETRAIN_CONTRACT_SCHEMA,
@@ -552,7 +554,7 @@ def check_online_contract(
     if expected_model_identity is not None and contract["model_identity"] != expected_model_identity:
         raise ValueError(
             f"critic contract does not match the run: model_identity is {contract['model_identity']!r} in {where}, "
-            f"the run has {expected_model_identity!r}"
+            f"the run has {expected_model_identity!r}; a contract names its model by path: pass it as it stands there"
         )
     objective = ValueObjective.from_dict(contract["objective"])
     restored = objective_args(objective)
@@ -564,3 +566,30 @@ def check_online_contract(
                 f"critic contract does not match the run: {flag} is {actual!r}, {where} has {restored[name]!r}"
             )
     return objective, ResumePoint(contract, contract_sha256(critic_load))
+
+
+def check_passed_report(path: str, *, contract_digest: str) -> None:
+    """Raise ValueError unless the evaluation report at `path` passed its gate for the critic of that contract."""
+    try:
+        report = check_report(parse_strict_json(Path(path).read_bytes()))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--critic-value-eval-report {path}: {error}") from None
+    if not report["passed"]:
+        raise ValueError(f"--critic-value-eval-report {path}: this critic did not pass its gate")
+    if report["checkpoint"]["contract_sha256"] != contract_digest:
+        raise ValueError(
+            f"--critic-value-eval-report {path}: checkpoint.contract_sha256 is "
+            f"{report['checkpoint']['contract_sha256']}, the contract of --critic-load is {contract_digest}"
+        )
+
+
+def check_critic_listing(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
+    """Check names and sizes of the checkpoint that a contract speaks of; the ranks that load it check the digests.
+
+    Raises:
+        ValueError: a file is missing, truncated or too many; names it.
+    """
+    try:
+        check_checkpoint_listing(iteration_folder(critic_load, resume.completed_steps))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--critic-load {critic_load}: {error}") from None

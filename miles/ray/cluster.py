@@ -2,14 +2,16 @@
 
 import logging
 import os
-import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 
 from miles.config import Args
 
@@ -19,6 +21,7 @@ CPU_DEVICE = "miles_device"
 """Custom Ray resource that stands for one device on machines without GPUs (`ray start --resources`)."""
 
 _LOCAL_OBJECT_STORE_BYTES = 200 * 1024**2
+_ANSWER_S = 5.0
 
 _reaper: subprocess.Popen[bytes] | None = None
 """Outlives this process by seconds and ends what it leaves of a local cluster (see `miles.ray.reaper`)."""
@@ -66,10 +69,7 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     """
     needed = sum(devices.values())
     if not ray.is_initialized():
-        on_sigterm = signal.getsignal(signal.SIGTERM)
         _init(args, address=os.environ.get("RAY_ADDRESS"), needed=needed)
-        # Ray puts a handler of its own there, which ends the process without a word of ours.
-        signal.signal(signal.SIGTERM, on_sigterm)
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     if args.device == "cuda" and gpus == 0:
@@ -86,7 +86,35 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     return Cluster(device_kind=kind, resource=resource, single_machine=len(nodes) == 1)
 
 
+def check_devices_can_be_had(args: Args) -> None:
+    """Refuse what cannot work, before Ray spends a minute on it.
+
+    Raises:
+        ValueError: nothing listens at RAY_ADDRESS; or no cluster is named, and this machine has no GPU for
+            `--device cuda`.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        if args.device == "cuda" and NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() == 0:
+            raise ValueError("--device cuda: this machine has no GPU, and RAY_ADDRESS names no cluster that has some")
+        return
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(f"RAY_ADDRESS {address}: no Ray cluster answers there: {error}") from None
+
+
 def _init(args: Args, *, address: str | None, needed: int) -> None:
+    """Start Ray in a thread: in the main one it would take over SIGTERM and end the process without a word."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-init") as executor:
+        # On an interrupt the executor still waits: a half-started cluster cannot be shut down.
+        executor.submit(_start_ray, args, address=address, needed=needed).result()
+
+
+def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
     if address:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return

@@ -1,7 +1,6 @@
 """One online step: rollout, values, critic and actor updates, weights published. And what a resume needs."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from miles.algorithms.kl import AdaptiveKLController
 from miles.algorithms.value_losses import explained_variance_from_stats
 from miles.backends.sglang.client import EngineError
 from miles.config import Args
-from miles.contracts.chain import describe_checkpoint, iteration_folder
+from miles.contracts.chain import describe_checkpoint
 from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
 from miles.data.sao import validate_sao_train_data
@@ -27,6 +26,7 @@ from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.ray.rollout.train_data_conversion import Box, split_train_data_by_dp
 from miles.ray.timeline import Timeline
+from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, newest_checkpoints, read_train_state
 from miles.ray.weight_sync import WeightSync
 from miles.rollout.engine_pool import LostEngine
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
@@ -37,50 +37,10 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, Any]
 Figures = dict[str, float]
 
-STATE_FILE = "train_state.json"
-"""Written last of a save: what it names is complete, and a resume starts from it."""
-STATE_SCHEMA = "miles.train-state.v2"
-
 _CRITIC_METRICS = {"value_loss": "value/loss", "grad_norm": "value/grad_norm", "lr": "value/lr"}
 _OPTIONAL_CRITIC_METRICS = ("value_clip_fraction", "value_accuracy", "value_entropy", "value_confidence")
 _NOT_LOGGED = frozenset({"loss", "tokens", "log_prob_difference"})
 _STAGES = ("rollout", "values", "log_probs", "critic", "actor", "sync")
-
-
-def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
-    """The newest complete save of a run folder, or None.
-
-    Raises:
-        ValueError: the file is not what a save wrote.
-    """
-    path = Path(run_dir) / STATE_FILE
-    if not path.exists():
-        return None
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: invalid JSON: {error}") from None
-    if not isinstance(state, dict) or state.get("schema") != STATE_SCHEMA:
-        raise ValueError(f"{path}: schema must be {STATE_SCHEMA!r}")
-    return state
-
-
-def resume_state(args: Args) -> dict[str, Any] | None:
-    """The save to continue from with `--resume`, None for a fresh run.
-
-    Raises:
-        ValueError: there is nothing to continue, or a fresh run would write into the folder of another.
-    """
-    assert args.run_dir is not None
-    state = read_train_state(args.run_dir)
-    if args.resume and state is None:
-        raise ValueError(f"--resume: {args.run_dir} holds no complete save (no {STATE_FILE})")
-    if not args.resume and state is not None:
-        raise ValueError(
-            f"--run-dir {args.run_dir} holds a run saved after rollout {state['rollout_id']}; "
-            "pass --resume to continue it, or name another folder"
-        )
-    return state
 
 
 class OnlineTrainer:
@@ -545,24 +505,6 @@ class OnlineTrainer:
         if actor := starting("train/"):
             self._tracker.log(step, "train", actor)
         self._tracker.log(step, "time", {**starting("sync/"), **times, "timeline": timeline.to_json()})
-
-
-def newest_checkpoints(args: Args, state: dict[str, Any]) -> Args:
-    """Settings that load exactly what a save wrote, in place of the seeds; a later, unfinished save does not count.
-
-    Raises:
-        ValueError: a checkpoint that the state names is missing.
-    """
-    assert args.save is not None
-    saves = {"load": args.save}
-    if args.has_critic:
-        assert args.critic_save is not None
-        saves["critic_load"] = args.critic_save
-    folders = {field: iteration_folder(folder, state["iteration"]) for field, folder in saves.items()}
-    for folder in folders.values():
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: missing, though {STATE_FILE} names iteration {state['iteration']}")
-    return args.replace(source="resume", **{field: str(folder) for field, folder in folders.items()})
 
 
 def _origin_of_old_log_probs(args: Args) -> str:

@@ -27,6 +27,8 @@ def run_program(name: str, work: Coroutine[Any, Any, Any]) -> None:
 def reported(name: str) -> Iterator[None]:
     """Report an error of the body as one line and exit; a traceback too where the log level is DEBUG."""
     previous = signal.signal(signal.SIGTERM, _terminate)
+    # asyncio turns Ctrl-C into a cancellation only where Python's own handler stands.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
@@ -38,6 +40,8 @@ def reported(name: str) -> Iterator[None]:
         print(f"{name}: {one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
+        # A second one must not stop the cleaning up.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finish_tracking()
         disconnect()
         signal.signal(signal.SIGTERM, previous)

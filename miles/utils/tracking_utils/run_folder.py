@@ -38,7 +38,7 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     A folder that holds a run already is continued: its earlier starts stay listed in run.json.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder cannot be written, or holds something else.
     """
     assert args.run_dir is not None
     folder = Path(args.run_dir)
@@ -53,6 +53,9 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
         "time": time.time(),
     }
     try:
+        others = [path for path in folder.glob("[!.]*") if path.name != "logs"]
+        if others and not (folder / CONFIG_FILE).exists():
+            raise ValueError(f"--run-dir {folder}: holds other things than a run; name a new or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
         publish_bytes(folder / CONFIG_FILE, text.encode())
         earlier = read_run_json(folder).get("starts", [])

@@ -137,3 +137,10 @@ def test_resume_of_a_decaying_run_may_not_change_its_length(tmp_path: Path) -> N
     args = begun(tmp_path, lr_decay_style="cosine").replace(source="flag", num_rollout=9)
     with pytest.raises(ValueError, match="num_rollout is 9, the run began with 4"):
         refuse_changed_config(args)
+
+
+def test_folder_of_other_things_refused_as_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="holds other things than a run"):
+        create_run_folder(Args.build(run_dir=str(tmp_path)), entry="train")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from miles.contracts.artifact import write_checkpoint_manifest
 from miles.contracts.canonical import canonical_json_bytes
+from miles.contracts.chain import iteration_folder
 from miles.value_pretraining import (
     VALUE_PRETRAIN_CONTRACT_NAME,
+    ResumePoint,
     ValueDatasetSpec,
     ValueObjective,
     ValuePretrainManifest,
+    check_critic_listing,
     check_loaded_iterations,
     check_online_contract,
     contract_sha256,
@@ -238,3 +242,15 @@ def test_contract_writer_killed_at_any_time_leaves_a_whole_contract(tmp_path):
         contract = load_value_pretrain_contract(tmp_path)
         link = tmp_path / "value_pretrain_links" / f"{contract_sha256(tmp_path)}.json"
         assert json.loads(link.read_bytes())["completed_steps"] == contract["completed_steps"] >= 1
+
+
+def test_checkpoint_truncated_refused_by_file_before_anything_loads_it(tmp_path):
+    folder = iteration_folder(tmp_path, 3)
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(b"12345678")
+    write_checkpoint_manifest(folder)
+    resume = ResumePoint({"completed_steps": 3}, "0" * 64)
+    check_critic_listing(tmp_path, resume)
+    (folder / "weights.bin").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"weights\.bin: size mismatch: expected 8 bytes, got 4"):
+        check_critic_listing(tmp_path, resume)

@@ -1,0 +1,45 @@
+"""What is told of prompt files and functions before a device is reserved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.config import Args
+from miles.rollout.preflight import check_rollout_inputs
+
+
+@pytest.fixture
+def args_with(tmp_path: Path) -> Any:
+    def build(rows: list[Any], **settings: Any) -> Args:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Args.build(prompt_data=str(path), **settings)
+
+    return build
+
+
+def test_label_key_that_no_row_has_refused_by_flag(args_with: Any) -> None:
+    with pytest.raises(ValueError, match=r"--label-key answer: no row of .*; its rows have label, prompt"):
+        check_rollout_inputs(args_with([{"prompt": "1 + 1 =", "label": "2"}], label_key="answer"))
+
+
+def test_input_key_that_no_row_has_refused_by_flag(args_with: Any) -> None:
+    with pytest.raises(ValueError, match="--input-key question"):
+        check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}], input_key="question"))
+
+
+def test_default_label_key_that_no_row_has_accepted(args_with: Any) -> None:
+    check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}]))
+
+
+def test_line_that_is_no_object_left_to_the_reader(args_with: Any) -> None:
+    check_rollout_inputs(args_with([[1, 2], {"prompt": "1 + 1 ="}]))
+
+
+def test_reward_function_that_cannot_be_imported_refused(args_with: Any, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("import there_is_no_such_module\n")
+    with pytest.raises(ValueError, match="there_is_no_such_module"):
+        check_rollout_inputs(args_with([{"prompt": "1"}], custom_rm_path=f"{file}:score"))
