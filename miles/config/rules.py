@@ -195,7 +195,7 @@ def _online(args: Args) -> Iterator[str]:
         if args.source_of(field) in ("flag", "code"):
             yield f"{flag_of(field)} belongs to value pretraining (train_value.py), not to online training"
     if args.prompt_data is not None and not Path(args.prompt_data).is_file():
-        yield f"--prompt-data {args.prompt_data}: no such file"
+        yield f"--prompt-data {args.prompt_data}: {_what_is_there(args.prompt_data)}"
     for field in ("custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"):
         path = getattr(args, field)
         module = "" if path is None else path.rpartition(":")[0]
@@ -276,7 +276,7 @@ def _evaluation(args: Args) -> Iterator[str]:
         return
     for one in sets:
         if not Path(one.path).is_file():
-            yield f"--eval-prompt-data {one.path}: no such file"
+            yield f"--eval-prompt-data {one.path}: {_what_is_there(one.path)}"
 
 
 def _unread(args: Args, settings: Iterable[str], because: str) -> Iterator[str]:
@@ -414,6 +414,12 @@ def _value_pretraining(args: Args) -> Iterator[str]:
         for field in ("value_pretrain_eval_report", "value_pretrain_eval_num_batches"):
             if args.source_of(field) in ("flag", "code"):
                 yield f"{flag_of(field)} has no effect without --value-pretrain-eval-only"
+
+
+def _what_is_there(path: str) -> str:
+    if Path(path).is_dir():
+        return "is a folder; a JSONL file is expected"
+    return "is not a regular file" if Path(path).exists() else "no such file"
 
 
 def _model(args: Args) -> HfFolder | None:
