@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
+from miles.config.args import nearest
 from miles.contracts.publish import publish_bytes, publish_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,12 +105,46 @@ def flags(values: Mapping[str, Any]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def read_plan(path: Path, **places: Path) -> dict[str, Any]:
-    """A YAML file with {name} replaced by the folder of that name."""
-    text = path.read_text()
-    for name, folder in places.items():
-        text = text.replace(f"{{{name}}}", str(folder))
-    return yaml.safe_load(text)
+def read_plan(program: str, path: Path, keys: Sequence[str], **places: Path) -> dict[str, Any]:
+    """A YAML file with {name} replaced by the folder of that name.
+
+    Args:
+        keys: what must be there: SECTION or SECTION.KEY. There is no other section, and no other key beside 'settings'.
+
+    Raises:
+        SystemExit: the file cannot be read or is no such plan; the line names the file and the key.
+    """
+    try:
+        text = path.read_text()
+        for name, folder in places.items():
+            text = text.replace(f"{{{name}}}", str(folder))
+        plan = yaml.safe_load(text)
+        _check_plan(plan, keys)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise SystemExit(f"{program}: --plan {path}: {reason}") from None
+    return plan
+
+
+def _check_plan(plan: Any, keys: Sequence[str]) -> None:
+    wanted = {"": sorted({key.split(".")[0] for key in keys})}
+    for section in wanted[""]:
+        wanted[section] = [key.partition(".")[2] for key in keys if key.startswith(f"{section}.")]
+    for section, names in wanted.items():
+        values, within = (plan[section], f"{section}: ") if section else (plan, "")
+        if not isinstance(values, dict):
+            raise ValueError(f"{within}expected a mapping of {'settings' if section else 'sections'}")
+        given = [str(key) for key in values]
+        for name in names:
+            if name not in given:
+                raise ValueError(
+                    f"{within}no {name!r}{nearest(name, given)}".replace("did you mean", "there is").replace("?)", ")")
+                )
+        closed = not section or "settings" in names
+        if closed and (unknown := [key for key in given if key not in names]):
+            raise ValueError(f"{within}unknown key {unknown[0]!r}{nearest(unknown[0], names)}")
+        if "settings" in names and not isinstance(values["settings"], dict):
+            raise ValueError(f"{within}settings: expected a mapping of settings")
 
 
 def digest_of(stage: Stage, before: str) -> str:

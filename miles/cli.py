@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from miles.utils.strict_parser import StrictParser
+
 
 def _verify(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     from miles.contracts import verify_command
@@ -50,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status; 2 for a user's mistake, told in one line."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="miles", allow_abbrev=False, description=__doc__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=StrictParser)
     for name, (summary, add_arguments) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=summary)
         # Only the command asked for is imported.
         if name in words[:1]:
             command.set_defaults(run=add_arguments(command))

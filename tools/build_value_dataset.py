@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 from miles.contracts.value_schema import LOSS_TYPES, TARGET_TYPES, ValueObjective
 from miles.data.value_rows import ConversionOptions, build_value_dataset
+from miles.utils.strict_parser import StrictParser
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StrictParser:
     """Return the command line of this tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = StrictParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rollouts", nargs="+", required=True, metavar="PATH", help="JSONL files, folders, run folders"
     )

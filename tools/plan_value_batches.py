@@ -17,6 +17,7 @@ from typing import Any
 from miles.contracts.canonical import canonical_json_bytes, require_int
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_schema import load_value_pretrain_manifest
+from miles.utils.strict_parser import StrictParser
 
 PLAN_SCHEMA = "miles.tbench21-value-pretrain-plan.v1"
 DEFAULT_MAX_GLOBAL_BATCH_SIZE = 64
@@ -65,11 +66,9 @@ def plan_value_batches(
     }
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StrictParser:
     """Return the command line of this tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = StrictParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows = parser.add_mutually_exclusive_group(required=True)
     rows.add_argument("--manifest", metavar="FILE", help="take the number of rows from a manifest's train split")
     rows.add_argument("--num-samples", type=int, metavar="N", help="number of rows")

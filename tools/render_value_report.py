@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles.reporting.value_page import Decode, write_value_page
+from miles.utils.strict_parser import StrictParser
 
 # So many tokens before one decide how it is written; a character may take several tokens.
 _CONTEXT = 8
@@ -57,11 +58,9 @@ def load_decoder(folder: str) -> Decode:
     return decode
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> StrictParser:
     """Return the command line of this tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = StrictParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", metavar="REPORT", help="evaluation report (--value-pretrain-eval-report)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face folder with the model's tokenizer")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: the report's name with .html)")

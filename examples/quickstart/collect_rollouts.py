@@ -3,23 +3,22 @@
 Each rollout becomes `rollouts/rollout_NNNNNN.jsonl` in the run folder, one sample a line.
 """
 
-import argparse
 from pathlib import Path
 
-import yaml
-
 from miles.config import Args
-from miles.ray.placement_group import create_placement
-from miles.ray.program import run_program
-from miles.ray.progress import progress_bar
-from miles.ray.rollout.engine import create_engines
-from miles.ray.rollout.manager import create_rollout_manager
+from miles.config.files import read_settings
 from miles.utils.logging_utils import configure_logger
+from miles.utils.strict_parser import StrictParser
 from miles.utils.tracking_utils.run_folder import create_run_folder
-from miles.utils.tracking_utils.tracking import init_tracking
 
 
 async def collect(args: Args) -> None:
+    from miles.ray.placement_group import create_placement
+    from miles.ray.progress import progress_bar
+    from miles.ray.rollout.engine import create_engines
+    from miles.ray.rollout.manager import create_rollout_manager
+    from miles.utils.tracking_utils.tracking import init_tracking
+
     assert args.num_rollout is not None
     tracker = init_tracking(args)
     placement = create_placement(args, {"rollout": args.rollout_num_gpus})
@@ -35,12 +34,18 @@ async def collect(args: Args) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of miles settings")
     options = parser.parse_args()
-    args = Args.build(**yaml.safe_load(options.config.read_text()))
-    configure_logger(args, source="collect_rollouts")
-    create_run_folder(args, entry="train")
+    try:
+        args = read_settings(options.config)
+        configure_logger(args, source="collect_rollouts")
+        create_run_folder(args, entry="train")
+    except ValueError as mistake:
+        parser.error(str(mistake))
+    # Ray takes seconds, which a mistake or --help need not wait for.
+    from miles.ray.program import run_program
+
     run_program("collect_rollouts.py", collect(args))
 
 

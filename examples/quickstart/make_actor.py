@@ -1,21 +1,25 @@
 """Stage 2a: a small Llama with random weights and a tokenizer of its own, saved as a Hugging Face folder."""
 
-import argparse
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from miles.utils.strict_parser import StrictParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 PIECES = r"\d|[^\d]+"
 """Every digit is a token, and so is every run of other characters: words, operators, a minus sign."""
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str]) -> "PreTrainedTokenizerFast":
     """A tokenizer over all pieces that occur in `texts`; decoding joins the pieces and gives the text back."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     pieces = sorted({piece for text in texts for piece in re.findall(PIECES, text)} | set("0123456789"))
     vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS + pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -27,7 +31,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--problems", type=Path, nargs="+", required=True, help="JSONL files of problems")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -38,6 +42,10 @@ def main() -> None:
     parser.add_argument("--max-position-embeddings", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    # Only now: they take seconds, which a mistake or --help need not wait for.
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     rows = [json.loads(line) for path in options.problems for line in path.read_text().splitlines()]
     tokenizer = make_tokenizer([text for row in rows for text in (row["prompt"], row["label"])])
     special = {token: number for number, token in enumerate(SPECIAL_TOKENS)}

@@ -3,7 +3,6 @@
 Each row: {"prompt", "label" (the right answer), "metadata" (what reasoning-gym's scorer needs)}.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import reasoning_gym
 
 from miles.contracts.publish import publish_bytes
+from miles.utils.strict_parser import StrictParser
 
 
 def make_problems(*, dataset: str, config: dict[str, Any], seed: int, count: int) -> list[dict]:
@@ -39,7 +39,7 @@ def make_problems(*, dataset: str, config: dict[str, Any], seed: int, count: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
     parser.add_argument(
         "--kinds",

@@ -4,7 +4,6 @@ Each stage is a program of its own, started here with its part of one YAML file.
 settings is not run again, so a second start costs nothing; --fresh starts over.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -15,8 +14,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.stages import ROOT, Stage, Totals, flags, read_plan, run_stages, write_settings
 from miles.reporting.report import write_report
+from miles.utils.strict_parser import StrictParser
 
 HERE = Path(__file__).resolve().parent
+
+
+KEYS = (
+    *("common", "problems.kinds", "actor", "rollouts.settings", "value_data"),
+    *("warm_start.target_accuracy", "warm_start.max_steps", "warm_start.eval_interval", "warm_start.settings"),
+    *("value_pretraining.settings", "value_evaluation.settings", "online_rl.settings"),
+)
+"""What a plan must hold."""
 
 
 def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
@@ -103,16 +111,17 @@ def print_summary(out: Path, page: Path, totals: Totals) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--plan", type=Path, default=HERE / "quickstart.yaml", help="YAML file of all stages")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "quickstart", help="output folder")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier start finished")
     options = parser.parse_args()
     out = options.out.resolve()
+    plan = read_plan("quickstart", options.plan, KEYS, out=out)
     if options.fresh and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    totals = run_stages("quickstart", stages(read_plan(options.plan, out=out), out), out)
+    totals = run_stages("quickstart", stages(plan, out), out)
     print_summary(out, write_report(out / "run"), totals)
 
 

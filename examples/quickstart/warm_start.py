@@ -5,31 +5,23 @@ it is the probability of that string, exp(sum of its tokens' log-probabilities).
 what `--target-accuracy` is compared with.
 """
 
-import argparse
 import itertools
 import math
 import random
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import yaml
-from transformers import AutoTokenizer
+from typing import TYPE_CHECKING, Any
 
 from miles.config import Args
-from miles.data.batch import select_rows
-from miles.data.prompts import PromptSource
-from miles.ray.actor_group import RayTrainGroup
-from miles.ray.placement_group import create_placement
-from miles.ray.program import run_program
-from miles.ray.progress import progress_bar
-from miles.ray.rollout.train_data_conversion import split_train_data_by_dp
+from miles.config.files import read_settings
 from miles.utils.logging_utils import configure_logger
+from miles.utils.strict_parser import StrictParser
 from miles.utils.tracking_utils.run_folder import create_run_folder
-from miles.utils.tracking_utils.tracking import init_tracking
+
+if TYPE_CHECKING:
+    from miles.data.prompts import PromptSource
 
 
-def answers_batch(problems: PromptSource, tokenizer: Any) -> dict[str, list]:
+def answers_batch(problems: "PromptSource", tokenizer: Any) -> dict[str, list]:
     """One row per problem: its prompt and its right answer, closed by the end-of-sequence token."""
     rows = [problems[number] for number in range(len(problems))]
     answers = [[*tokenizer.encode(row.label, add_special_tokens=False), tokenizer.eos_token_id] for row in rows]
@@ -47,6 +39,17 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
     Raises:
         ValueError: the target is not reached within `max_steps`.
     """
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from miles.data.batch import select_rows
+    from miles.data.prompts import PromptSource
+    from miles.ray.actor_group import RayTrainGroup
+    from miles.ray.placement_group import create_placement
+    from miles.ray.progress import progress_bar
+    from miles.ray.rollout.train_data_conversion import split_train_data_by_dp
+    from miles.utils.tracking_utils.tracking import init_tracking
+
     assert args.prompt_data is not None and args.eval_prompt_data and args.global_batch_size is not None
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
     train = answers_batch(PromptSource(args.prompt_data, tokenizer=tokenizer), tokenizer)
@@ -87,16 +90,22 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of miles settings")
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--target-accuracy", type=float, required=True)
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--eval-interval", type=int, default=20)
     options = parser.parse_args()
-    args = Args.build(**yaml.safe_load(options.config.read_text()))
-    configure_logger(args, source="warm_start")
-    create_run_folder(args, entry="train")
+    try:
+        args = read_settings(options.config)
+        configure_logger(args, source="warm_start")
+        create_run_folder(args, entry="train")
+    except ValueError as mistake:
+        parser.error(str(mistake))
+    # Ray takes seconds, which a mistake or --help need not wait for.
+    from miles.ray.program import run_program
+
     work = warm_start(
         args,
         out=options.out,

@@ -4,7 +4,6 @@ The wheel holds one GGUF file. Its numbers (4-bit matrices, 8-bit embedding) are
 architecture, vocabulary, special tokens and chat template are what the file says.
 """
 
-import argparse
 import importlib.util
 import os
 import shutil
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from miles.contracts.publish import publish_folder
+from miles.utils.strict_parser import StrictParser
 
 PRE_TOKENIZER = "smollm"
 """What `tokenizer.ggml.pre` of the file must say: every digit apart, the rest as GPT-2 splits it."""
@@ -143,7 +143,7 @@ def check(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     options = parser.parse_args()
     try:

@@ -4,7 +4,6 @@ SmolLM2 pads with its end-of-turn token, so code that masks by pad id would drop
 every finished response must end with it, once, and train on it. And a critic needs rewards that differ.
 """
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from miles.data.sample import Sample, SampleStatus
 from miles.reporting.wilson import wilson_interval
+from miles.utils.strict_parser import StrictParser
 
 
 def check_end(sample: Sample, *, eos: int) -> None:
@@ -43,7 +43,7 @@ def check_prompt(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--rollouts", type=Path, required=True, help="run folder that collect_rollouts.py wrote")
     parser.add_argument("--model", type=Path, required=True, help="model folder, for its tokenizer")
     options = parser.parse_args()

@@ -4,7 +4,6 @@ A real model through every part of miles once. Each stage is a program of its ow
 YAML file; a stage that finished with the same settings is not run again, --fresh starts over.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -13,12 +12,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.smollm2.convert import find_gguf
 from examples.stages import ROOT, Stage, Totals, flags, read_journal, read_plan, run_stages, write_settings
 from miles.reporting.report import write_report
+from miles.utils.strict_parser import StrictParser
 
 HERE = Path(__file__).resolve().parent
 QUICKSTART = HERE.parent / "quickstart"
+
+
+KEYS = (
+    *("common", "problems.kinds", "rollouts.settings", "value_data", "value_canary.settings"),
+    *("value_pretraining.settings", "online_canary.settings", "resume.settings"),
+)
+"""What a plan must hold."""
 
 
 def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
@@ -101,11 +107,15 @@ def print_summary(out: Path, page: Path, done: list[Stage], totals: Totals) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = StrictParser(description=__doc__)
     parser.add_argument("--plan", type=Path, default=HERE / "smollm2.yaml", help="YAML file of all stages")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "smollm2", help="output folder")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier start finished")
     options = parser.parse_args()
+    plan = read_plan("smollm2", options.plan, KEYS, out=options.out.resolve(), here=HERE)
+    # Imports torch: a mistake or --help need not wait for it.
+    from examples.smollm2.convert import find_gguf
+
     try:
         find_gguf()
     except ValueError as error:
@@ -114,7 +124,7 @@ def main() -> None:
     if options.fresh and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    todo = stages(read_plan(options.plan, out=out, here=HERE), out)
+    todo = stages(plan, out)
     totals = run_stages("smollm2", todo, out)
     print_summary(out, write_report(out / "run"), todo, totals)
 

@@ -40,6 +40,42 @@ _INHERITED = {
 }
 """Fields that, when unset, take another field's value."""
 
+_ELSEWHERE = {
+    **dict.fromkeys(("learning-rate", "actor-lr", "actor-learning-rate"), "lr"),
+    **dict.fromkeys(("critic-learning-rate", "value-lr"), "critic_lr"),
+    **dict.fromkeys(("batch-size", "train-batch-size", "ppo-mini-batch-size", "mini-batch-size"), "global_batch_size"),
+    **dict.fromkeys(("per-device-train-batch-size", "micro-train-batch-size"), "micro_batch_size"),
+    **dict.fromkeys(("model", "model-path", "model-name", "model-name-or-path", "base-model"), "hf_checkpoint"),
+    **dict.fromkeys(("pretrain", "pretrained-checkpoint", "actor-model-path"), "hf_checkpoint"),
+    **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "tensor_model_parallel_size"),
+    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size"), "pipeline_model_parallel_size"),
+    **dict.fromkeys(("cp", "cp-size"), "context_parallel_size"),
+    **dict.fromkeys(("max-steps", "total-steps", "num-steps", "train-iters", "total-training-steps"), "num_rollout"),
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs"), "value_pretrain_epochs"),
+    **dict.fromkeys(("max-new-tokens", "max-response-length", "max-completion-length"), "rollout_max_response_len"),
+    **dict.fromkeys(("generate-max-len", "max-response-len"), "rollout_max_response_len"),
+    **dict.fromkeys(("max-prompt-length", "prompt-max-len", "max-prompt-len"), "rollout_max_prompt_len"),
+    **dict.fromkeys(("temperature", "sampling-temperature"), "rollout_temperature"),
+    "top-p": "rollout_top_p",
+    "top-k": "rollout_top_k",
+    **dict.fromkeys(("num-generations", "num-return-sequences", "group-size", "rollout-n"), "n_samples_per_prompt"),
+    **dict.fromkeys(("dataset", "data", "data-path", "train-data", "train-files", "dataset-name"), "prompt_data"),
+    **dict.fromkeys(("eval-data", "val-data", "val-files", "eval-dataset"), "eval_prompt_data"),
+    **dict.fromkeys(("reward-fn", "reward-function", "reward-func", "reward-funcs", "reward-model"), "custom_rm_path"),
+    **dict.fromkeys(("clip-range", "cliprange", "clip-ratio", "clip-eps", "epsilon"), "eps_clip"),
+    **dict.fromkeys(("max-grad-norm", "gradient-clipping", "grad-clip"), "clip_grad"),
+    **dict.fromkeys(("warmup-steps", "lr-warmup-steps", "num-warmup-steps"), "lr_warmup_iters"),
+    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), "lr_decay_style"),
+    **dict.fromkeys(("gae-lambda", "lam", "lambda"), "lambd"),
+    **dict.fromkeys(("beta", "kl-beta", "init-kl-coef"), "kl_coef"),
+    **dict.fromkeys(("adv-estimator",), "advantage_estimator"),
+    **dict.fromkeys(("save-steps", "save-freq"), "save_interval"),
+    **dict.fromkeys(("eval-steps", "test-freq", "eval-freq"), "eval_interval"),
+    **dict.fromkeys(("resume-from-checkpoint", "resume-from"), "resume"),
+    **dict.fromkeys(("output-dir", "output-path", "out", "log-dir", "default-local-dir"), "run_dir"),
+}
+"""What other stacks call our commonest settings."""
+
 
 class Args(
     RunGroup,
@@ -246,9 +282,11 @@ def refuse_unknown_fields(names: Iterable[str]) -> None:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """' (did you mean X?)' for the candidate closest to `name`, or nothing where none is close."""
+    """' (did you mean X?)' for the candidate that other stacks call `name` or that is closest, if there is one."""
     spelled = {candidate.replace("_", "-").strip("-").lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.replace("_", "-").strip("-").lower(), spelled, n=1, cutoff=0.6)
+    sought = name.replace("_", "-").strip("-").lower()
+    ours = _ELSEWHERE.get(sought, "").replace("_", "-")
+    found = [ours] if ours in spelled else difflib.get_close_matches(sought, spelled, n=1, cutoff=0.6)
     return f" (did you mean {spelled[found[0]]}?)" if found else ""
 
 

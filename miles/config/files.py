@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from miles.config.args import Args, nearest
-from miles.config.groups import GROUPS, fields_of
+from miles.config.groups import GROUPS, fields_of, flag_of
 
 NOT_IN_FILES = frozenset({"config", "print_config"})
 """Fields that steer the parse itself and so have no place in a file."""
@@ -59,9 +59,21 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     lines = {str(key_node.value): key_node.start_mark.line + 1 for key_node, _ in node.value}
     known = Args.model_fields.keys() - NOT_IN_FILES
     for key in values:
+        if key in NOT_IN_FILES:
+            raise ValueError(f"{path}:{lines[key]}: {key!r} is for the command line only ({flag_of(key)})")
         if key not in known:
             raise ValueError(f"{path}:{lines.get(str(key), 1)}: unknown key {key!r}{nearest(str(key), known)}")
     return values, {key: f"{path}:{lines[key]}: {key}" for key in values}
+
+
+def read_settings(path: str | Path) -> Args:
+    """The settings of a YAML file, for a program whose other flags are its own; no rule across fields is checked.
+
+    Raises:
+        ValueError: as `read_config_file`, or a value has the wrong type.
+    """
+    values, where = read_config_file(str(path))
+    return Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
 
 
 def config_yaml(args: Args) -> str:

@@ -11,15 +11,16 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ConfigDict
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from miles.config.args import Args, Entry, nearest
+from miles.config.args import Args, Entry
 from miles.config.files import config_yaml, read_config_file
 from miles.config.groups import GROUPS, fields_of, flag_of
 from miles.config.rules import check
+from miles.utils.strict_parser import StrictParser
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +34,16 @@ class _CommandLine(Args, BaseSettings):  # pyright: ignore[reportIncompatibleVar
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, with one-line errors and help by group."""
+class _Parser(StrictParser):
+    """A parser with help by group."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(
-            prog=prog, description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [flags]"
-        )
+        super().__init__(prog=prog, description=description, usage="%(prog)s [--config FILE] [flags]")
         self._group_of: dict[str, argparse._ArgumentGroup] = {}
         self.text_lists: dict[str, list[str]] = {}
         for group in GROUPS:
             section = self.add_argument_group(group.title)
             self._group_of |= dict.fromkeys(fields_of(group), section)
-
-    def error(self, message: str) -> NoReturn:
-        prefixed = "".join(f"{self.prog}: error: {line}\n" for line in message.splitlines())
-        self.exit(2, prefixed)
 
     def add_field(self, *flags: str, **options: Any) -> argparse.Action:
         """Add a field's flag to the help section of its group."""
@@ -56,12 +51,10 @@ class _Parser(argparse.ArgumentParser):
         return self._group_of[options["dest"]].add_argument(*flags, **options)
 
     def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; name the nearest flag for the first unknown one."""
+        """Parse; every word must belong to a flag, and there is one settings file."""
         namespace, rest = self.parse_known_args(argv)
-        for word in rest:
-            if word.startswith("-"):
-                flag = word.split("=", 1)[0]
-                self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
+        if sum(word.split("=", 1)[0] == "--config" for word in argv) > 1:
+            self.error("--config is given twice; put the settings into one file, or give some as flags")
         if rest:
             self.error(
                 f"unexpected argument {rest[0]!r}: a value must follow its flag (booleans are --FLAG or --no-FLAG)"

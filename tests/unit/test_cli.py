@@ -31,6 +31,12 @@ def test_usage_mistake_ends_with_status_2(argv: list[str], capsys: pytest.Captur
     assert "error:" in capsys.readouterr().err
 
 
+def test_unknown_flag_is_told_before_a_missing_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--outt", "y"])
+    assert capsys.readouterr().err == "miles report: error: unknown flag --outt (did you mean --out?)\n"
+
+
 def test_report_of_a_run_folder_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = {"step": 1, "stage": "train", "time": time.time(), "loss": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")

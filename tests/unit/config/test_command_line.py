@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from miles.config import Args
+from miles.config.args import _ELSEWHERE
 from miles.config.groups import flag_of
 from miles.utils.arguments import parse_args
 
@@ -89,6 +90,10 @@ def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_fla
         (["--global_batch_size", "4"], "unknown flag --global_batch_size (did you mean --global-batch-size?)"),
         (["--global-batch-siz=4"], "unknown flag --global-batch-siz (did you mean --global-batch-size?)"),
         (["--zzz"], "unknown flag --zzz"),
+        (["--learning-rate", "1"], "unknown flag --learning-rate (did you mean --lr?)"),
+        (["--batch_size=4"], "unknown flag --batch_size (did you mean --global-batch-size?)"),
+        (["--model-path", "x", "--lr"], "unknown flag --model-path (did you mean --hf-checkpoint?)"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
         (["stray"], "unexpected argument 'stray'"),
         (["--bf16", "true"], "unexpected argument 'true'"),
         (["--lr"], "argument --lr: expected one argument"),
@@ -107,6 +112,11 @@ def test_mistake_on_the_command_line_is_one_line(
     assert line.startswith(message)
 
 
+def test_names_of_other_stacks_are_not_ours_and_lead_to_fields() -> None:
+    assert set(_ELSEWHERE.values()) <= Args.model_fields.keys()
+    assert not {name.replace("-", "_") for name in _ELSEWHERE} & Args.model_fields.keys()
+
+
 @pytest.mark.parametrize("prefix", ["--num-rollou", "--see", "--rollout-stop-token", "--bf1", "--no-bf", "--conf"])
 def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], prefix: str) -> None:
     assert refused(capsys, [prefix])[0].startswith(f"unknown flag {prefix}")
@@ -122,7 +132,9 @@ def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], pre
         ("- lr\n", ":1: expected a mapping of settings"),
         ("seed: 1\nlr: fast\n", ":2: lr: must be a valid number, unable to parse string as a number, got 'fast'"),
         ("lr: true\n", ":1: lr: a boolean is not accepted here, got True"),
-        ("config: other.yaml\n", ":1: unknown key 'config'"),
+        ("config: other.yaml\n", ":1: 'config' is for the command line only (--config)"),
+        ("seed: 1\nprint_config: true\n", ":2: 'print_config' is for the command line only (--print-config)"),
+        ("learning_rate: 1\n", ":1: unknown key 'learning_rate' (did you mean lr?)"),
         ("1: 2\n", ":1: unknown key 1"),
         ("seed: !!python/object:os.system {}\n", ":1: not valid YAML"),
         ("a: *b\n", ":1: not valid YAML"),
