@@ -15,6 +15,11 @@ SHELL := /bin/bash
 
 VENV := .venv
 DEVICE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo gpu || echo cpu)
+ifneq ($(DEVICE),cpu)
+ifneq ($(DEVICE),gpu)
+$(error DEVICE must be cpu or gpu, not '$(DEVICE)')
+endif
+endif
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 HASH := $(shell cat requirements/*.txt setup.py MANIFEST.in | sha256sum | cut -c1-12)
 

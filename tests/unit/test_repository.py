@@ -143,6 +143,13 @@ def test_install_without_a_new_enough_python_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize("device", ["tpu", "", "cpu gpu"])
+def test_device_that_is_none_is_refused(tmp_path: Path, device: str) -> None:
+    done = make(tmp_path, "-n", "quickstart", f"DEVICE={device}")
+    assert done.returncode == 2
+    assert f"DEVICE must be cpu or gpu, not '{device}'" in done.stderr
+
+
 def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
     """Stamps as an installation leaves them: nothing is left to do until a requirement file changes."""
     plan = make(tmp_path, "-n", "venv", "DEVICE=cpu").stdout
