@@ -7,7 +7,8 @@ Nothing heavy is imported: no torch, no ray, no transformers.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from miles.config.args import Args, Entry, Role
@@ -80,37 +81,53 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"
+    yield from _per_role(args, entry, _batch_of_role)
+
+
+def _per_role(args: Args, entry: Entry, rule: Callable[[Args, Entry, Role], Iterable[str]]) -> Iterator[str]:
+    """What a rule says of each role, once where it says the same of both.
+
+    In its text @role stands for the roles' names, and --@role for a flag of the first one's.
+    """
+    whose: dict[str, list[Role]] = {}
     for role in roles_of(args, entry):
-        devices, replica = args.world_size(role), args.model_parallel_size(role)
-        tensor = args.for_role(role).tensor_model_parallel_size
-        # A critic beside an actor drops sequence parallelism by itself where it has one tensor rank.
-        own = role == "actor" or entry == "train_value"
-        if own and args.sequence_parallel and tensor == 1:
-            yield f"--sequence-parallel needs a tensor-parallel size above 1 for the {role}"
-        if devices % replica:
-            yield (
-                f"{role}: {devices} devices (--{role}-num-nodes x --{role}-num-gpus-per-node) are not divisible by "
-                f"the model-parallel size {replica} (tensor x pipeline x context)"
-            )
-            continue
-        if args.global_batch_size is None or args.use_dynamic_global_batch_size:
-            continue
-        replicas = devices // replica
-        # Token-balanced micro-batches deal uneven shares; the batch plan of value pretraining never does.
-        if args.use_dynamic_batch_size and entry == "train":
-            if args.global_batch_size < replicas:
-                yield f"--global-batch-size {args.global_batch_size} leaves some {role} replicas of {replicas} idle"
-        elif args.global_batch_size % replicas:
-            yield (
-                f"--global-batch-size {args.global_batch_size} is not divisible by the {role}'s data-parallel size "
-                f"{replicas}"
-            )
-        elif not args.use_dynamic_batch_size and args.global_batch_size // replicas % args.micro_batch_size:
-            yield (
-                f"the {role}'s local batch {args.global_batch_size // replicas} (--global-batch-size "
-                f"{args.global_batch_size} over {replicas} replicas) is not divisible by --micro-batch-size "
-                f"{args.micro_batch_size}"
-            )
+        for text in rule(args, entry, role):
+            whose.setdefault(text, []).append(role)
+    for text, roles in whose.items():
+        yield text.replace("--@role", f"--{roles[0]}").replace("@role", " and ".join(roles))
+
+
+def _batch_of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
+    devices, replica = args.world_size(role), args.model_parallel_size(role)
+    tensor = args.for_role(role).tensor_model_parallel_size
+    # A critic beside an actor drops sequence parallelism by itself where it has one tensor rank.
+    own = role == "actor" or entry == "train_value"
+    if own and args.sequence_parallel and tensor == 1:
+        yield "--sequence-parallel needs a tensor-parallel size above 1 for the @role"
+    if devices % replica:
+        yield (
+            f"@role: {devices} devices (--@role-num-nodes x --@role-num-gpus-per-node) are not divisible by "
+            f"the model-parallel size {replica} (tensor x pipeline x context)"
+        )
+        return
+    if args.global_batch_size is None or args.use_dynamic_global_batch_size:
+        return
+    replicas = devices // replica
+    # Token-balanced micro-batches deal uneven shares; the batch plan of value pretraining never does.
+    if args.use_dynamic_batch_size and entry == "train":
+        if args.global_batch_size < replicas:
+            yield f"--global-batch-size {args.global_batch_size} leaves some @role replicas of {replicas} idle"
+    elif args.global_batch_size % replicas:
+        yield (
+            f"--global-batch-size {args.global_batch_size} is not divisible by the @role's data-parallel size "
+            f"{replicas}"
+        )
+    elif not args.use_dynamic_batch_size and args.global_batch_size // replicas % args.micro_batch_size:
+        yield (
+            f"the @role's local batch {args.global_batch_size // replicas} (--global-batch-size "
+            f"{args.global_batch_size} over {replicas} replicas) is not divisible by --micro-batch-size "
+            f"{args.micro_batch_size}"
+        )
 
 
 def _dynamic_global_batch(args: Args) -> Iterator[str]:
@@ -190,6 +207,8 @@ def _online(args: Args) -> Iterator[str]:
     for field in needed:
         if getattr(args, field) is None:
             yield f"online training needs {flag_of(field)}"
+    if not args.resume:
+        yield from _unread(args, {"allow_config_change"}, "without --resume")
     for field in fields_of(ValuePretrainGroup):
         # A file may serve both programs; a flag is meant for this one.
         if args.source_of(field) in ("flag", "code"):
@@ -428,9 +447,9 @@ def _model(args: Args) -> HfFolder | None:
 
 def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
     heads = model.number("num_attention_heads")
-    for role in roles_of(args, entry):
+
+    def of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
         sizes = args.for_role(role)
-        prefix = "" if role == "actor" else "critic: "
         for key, size, field in (
             ("num_attention_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
             ("num_key_value_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
@@ -439,7 +458,9 @@ def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
         ):
             count = model.number(key) or (heads if key == "num_key_value_heads" else None)
             if count is not None and count % size:
-                yield f"{prefix}{flag_of(field)} {size} does not divide {key} {count} of {model.path / 'config.json'}"
+                yield f"@role: {flag_of(field)} {size} does not divide {key} {count} of {model.path / 'config.json'}"
+
+    yield from _per_role(args, entry, of_role)
 
 
 def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
@@ -473,16 +494,28 @@ def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
     if args.value_pretrain_eval_only or args.rollout_only:
         return
     need = model.num_parameters * _BYTES_PER_PARAMETER
-    for field in ("save", "critic_save") if entry == "train" and args.has_critic else ("critic_save",):
+    on_disk: dict[int, list[tuple[str, str]]] = {}
+    for field in _saved_to(args, entry):
         folder = getattr(args, field)
-        if folder is None or _not_writable(Path(folder)):
-            continue
-        free = shutil.disk_usage(_nearest_existing(Path(folder))).free
-        if free < need:
-            yield (
-                f"{flag_of(field)} {folder}: {free / 2**30:.1f} GiB are free, a checkpoint of this model takes about "
-                f"{need / 2**30:.1f} GiB"
-            )
+        if folder is not None and not _not_writable(Path(folder)):
+            on_disk.setdefault(_nearest_existing(Path(folder)).stat().st_dev, []).append((flag_of(field), folder))
+    for there in on_disk.values():
+        usage = shutil.disk_usage(_nearest_existing(Path(there[0][1])))
+        # A file system that has no size to tell, as some of networks, says 0.
+        if usage.total and usage.free < need * len(there):
+            folders = " and ".join(f"{flag} {folder}" for flag, folder in there)
+            what = "a checkpoint of this model takes" if len(there) == 1 else "one checkpoint of each takes"
+            yield f"{folders}: {_size(usage.free)} are free, {what} about {_size(need * len(there))}"
+
+
+def _saved_to(args: Args, entry: Entry) -> tuple[str, ...]:
+    """The settings that name a folder for checkpoints, of the groups a program runs."""
+    return tuple("save" if role == "actor" else "critic_save" for role in roles_of(args, entry))
+
+
+def _size(count: int) -> str:
+    """Bytes as a reader wants them."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _warnings(args: Args) -> Iterator[str]:
@@ -510,6 +543,10 @@ def _not_writable(folder: Path) -> str | None:
     parent = _nearest_existing(folder)
     if not parent.is_dir():
         return f"{parent} is not a folder"
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return f"{parent} is not writable"
-    return None
+    try:
+        # Permission bits tell neither the superuser nor of /proc and file systems that are read-only; this file has
+        # no name where the system can do without.
+        with tempfile.TemporaryFile(dir=parent):
+            return None
+    except OSError as error:
+        return f"cannot be written: {parent}: {error.strerror}"

@@ -1,15 +1,17 @@
 """Each rule of `rules.py`, broken alone: the complaint names the flag, and nothing else complains."""
 
+import errno
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from miles.config import Args
-from miles.config.rules import check
+from miles.config.rules import _size, check
 
 
 def problems(settings: dict[str, Any], entry: Any) -> list[str]:
@@ -35,6 +37,15 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 3, "critic_num_gpus_per_node": 2},
         "actor: 3 devices (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible",
     ),
+    (
+        {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 3},
+        "actor and critic: 3 devices (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible",
+    ),
+    (
+        {"actor_num_gpus_per_node": 3},
+        "--global-batch-size 8 is not divisible by the actor and critic's data-parallel size 3",
+    ),
+    ({"allow_config_change": ["lr"]}, "--allow-config-change has no effect without --resume"),
     (
         {"critic_tensor_model_parallel_size": 2, "critic_num_gpus_per_node": 3},
         "critic: 3 devices (--critic-num-nodes x --critic-num-gpus-per-node) are not divisible",
@@ -414,9 +425,30 @@ def test_output_folder_without_permission_is_refused(
     online: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The superuser, as which a container runs tests, may write everywhere.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    def refuse(dir: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir / "tmp123"))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     lines = problems(online, "train")
-    assert lines[0] == f"--save {tmp_path}/actor: {tmp_path} is not writable"
+    assert lines[0] == f"--save {tmp_path}/actor: cannot be written: {tmp_path}: Permission denied"
+
+
+def test_output_folder_on_a_file_system_without_files_is_refused_as_such(online: dict[str, Any]) -> None:
+    lines = problems(
+        online | {"run_dir": "/proc/x", "save": "/proc/x/actor", "critic_save": "/proc/x/critic"}, "train"
+    )
+    assert [line.split(": cannot be written: /proc: ")[0] for line in lines] == [
+        "--save /proc/x/actor",
+        "--critic-save /proc/x/critic",
+        "--run-dir /proc/x",
+    ]
+    assert os.listdir("/proc") and not any("free" in line for line in lines)
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(online: dict[str, Any], tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert problems(online, "train") == []
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_actor_and_critic_may_not_share_a_folder(online: dict[str, Any], tmp_path: Path) -> None:
@@ -431,11 +463,24 @@ class _Usage(NamedTuple):
 
 
 def test_full_disk_is_refused_before_training(online: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has 8 parameters, so a checkpoint takes 8 x 12 bytes."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 96))
+    """The model has 8 parameters, so a checkpoint takes 8 x 12 bytes; actor and critic share the file system."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 192))
     assert problems(online, "train") == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 95))
-    assert [line.split()[0] for line in problems(online, "train")] == ["--save", "--critic-save"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(1, 1, 191))
+    (line,) = problems(online, "train")
+    assert line.startswith(f"--save {online['save']} and --critic-save {online['save']}_critic: 0.0 MiB are free")
+    # The actor alone needs half of it; a file system that tells no size is not judged.
+    alone = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4, "rollout_batch_size": 2}
+    assert problems(online | alone, "train") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(0, 0, 0))
+    assert problems(online, "train") == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(3 << 30, "3.0 GiB"), (5 << 19, "2.5 MiB"), ((1 << 30) - 1, "1024.0 MiB")]
+)
+def test_size_takes_the_unit_that_fits(count: int, text: str) -> None:
+    assert _size(count) == text
 
 
 @pytest.mark.parametrize(("flag", "package"), [("tensorboard", "tensorboard"), ("use_wandb", "wandb")])
@@ -466,8 +511,7 @@ def test_layout_that_the_model_cannot_be_split_into_is_refused(
     (hf_folder / "config.json").write_text(json.dumps(config | {key: 3}))
     lines = problems(online | settings | {"actor_num_gpus_per_node": 2}, "train")
     assert lines == [
-        f"{flag} does not divide {key} 3 of {hf_folder}/config.json",
-        f"critic: {flag} does not divide {key} 3 of {hf_folder}/config.json",
+        f"actor and critic: {flag} does not divide {key} 3 of {hf_folder}/config.json",
     ]
 
 
