@@ -109,7 +109,7 @@ def read_plan(program: str, path: Path, keys: Sequence[str], **places: Path) -> 
     """A YAML file with {name} replaced by the folder of that name.
 
     Args:
-        keys: what must be there: SECTION or SECTION.KEY. There is no other section, and no other key beside 'settings'.
+        keys: what must be there: SECTION or SECTION.KEY. No other section, and no other key beside 'settings'.
 
     Raises:
         SystemExit: the file cannot be read or is no such plan; the line names the file and the key.
@@ -137,9 +137,8 @@ def _check_plan(plan: Any, keys: Sequence[str]) -> None:
         given = [str(key) for key in values]
         for name in names:
             if name not in given:
-                raise ValueError(
-                    f"{within}no {name!r}{nearest(name, given)}".replace("did you mean", "there is").replace("?)", ")")
-                )
+                there = nearest(name, given).replace("did you mean", "there is").replace("?)", ")")
+                raise ValueError(f"{within}no {name!r}{there}")
         closed = not section or "settings" in names
         if closed and (unknown := [key for key in given if key not in names]):
             raise ValueError(f"{within}unknown key {unknown[0]!r}{nearest(unknown[0], names)}")
