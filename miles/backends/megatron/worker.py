@@ -474,6 +474,8 @@ class MegatronWorker:
         if self._weight_group is not None:
             leave_weight_group(self._weight_group)
             self._weight_group = None
+        # Model and optimizer hold the groups.
+        self.__dict__.clear()
         destroy_parallel()
 
     # ---------------------------------------------------------------- helpers
