@@ -416,7 +416,7 @@ def build_value_dataset(
         )
     split = _split_as_given(rows, sources=sources) if heldout_rollouts else _split_by_prompt(rows, options=options)
     if options.label_mix == "balanced":
-        quotas = dict(zip(SPLITS, options.rows_per_label or (None, None), strict=True))
+        quotas: dict[str, int | None] = dict(zip(SPLITS, options.rows_per_label or (None, None), strict=True))
         split = {
             name: _balanced(rows, quota=quotas[name], seed=options.seed, sources=sources, account=account)
             for name, rows in split.items()
