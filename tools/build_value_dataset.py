@@ -55,7 +55,12 @@ def build_parser() -> StrictParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the data set and print what was made; one line and exit code 1 when it is refused."""
-    ns = build_parser().parse_args(argv)
+    parser = build_parser()
+    ns = parser.parse_args(argv)
+    if ns.value_loss_type != "classification":
+        for field in ("value_num_bins", "value_target_type", "hl_gauss_sigma_ratio"):
+            if getattr(ns, field) != parser.get_default(field):
+                parser.error(f"--{field.replace('_', '-')} has no effect with --value-loss-type {ns.value_loss_type}")
     try:
         report = build_value_dataset(
             ns.rollouts,

@@ -496,7 +496,8 @@ class _Walk:
             if name == "checkpoint" and facts.get("role", "critic") != "critic":
                 raise ValueError(f"{CHECKPOINT_MANIFEST_NAME}: role is {facts['role']!r}, expected 'critic'")
             size = sum(entry["size"] for entry in manifest["files"])
-            return f"{len(manifest['files'])} files, {size / 1e6:.1f} MB"
+            alone = "" if expected is not None else "; no contract or run that pins it was checked"
+            return f"{len(manifest['files'])} files, {size / 1e6:.1f} MB{alone}"
 
         self._add_leaf(name, folder, [self._hash(path) for path in checkpoint_files(folder, manifest)], proof)
 
@@ -635,7 +636,7 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
         elif (path / VALUE_PRETRAIN_CONTRACT_NAME).exists() or (path / LINK_FOLDER_NAME).is_dir():
             walk.critic(path, None, pinned_by="")
         elif (path / CHECKPOINT_MANIFEST_NAME).exists():
-            walk.checkpoint(path, None, name="run checkpoint", pinned_by="")
+            _walk_from_checkpoint(walk, path)
         else:
             raise ValueError(
                 f"{path}: holds neither {RUN_RECORD_NAME}, {VALUE_PRETRAIN_CONTRACT_NAME} "
@@ -647,10 +648,22 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
     elif path.name == VALUE_PRETRAIN_CONTRACT_NAME:
         walk.critic(path.parent, None, pinned_by="")
     elif path.name == CHECKPOINT_MANIFEST_NAME:
-        walk.checkpoint(path.parent, None, name="run checkpoint", pinned_by="")
+        _walk_from_checkpoint(walk, path.parent)
     else:
         _walk_by_schema(walk, path)
     return walk.links()
+
+
+def _walk_from_checkpoint(walk: _Walk, folder: Path) -> None:
+    critic = folder.resolve().parent
+    try:
+        steps = check_contract(_read_object(critic / VALUE_PRETRAIN_CONTRACT_NAME))["completed_steps"]
+    except (ValueError, OSError):
+        steps = None
+    if steps is not None and folder.resolve() == iteration_folder(critic, steps):
+        walk.critic(critic, None, pinned_by="")
+    else:
+        walk.checkpoint(folder, None, name="run checkpoint", pinned_by="")
 
 
 def _walk_by_schema(walk: _Walk, path: Path) -> None:

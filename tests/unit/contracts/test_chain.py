@@ -57,7 +57,7 @@ def test_verify_whole_chain_holds_from_every_entry(value_chain):
         value_chain.critic: 6,
         value_chain.critic / "value_pretrain_contract.json": 6,
         value_chain.data / "manifest.json": 4,
-        value_chain.critic / "iter_0000004": 1,
+        value_chain.critic / "iter_0000004": 6,
     }
     names = [link.name for link in verify_chain(value_chain.run)]
     assert names == [
@@ -304,14 +304,14 @@ def write_checkpoint_manifest_of_size(folder: Path) -> None:
 
 
 def test_verify_interrupted_ends_without_hashing_the_rest(value_chain, monkeypatch):
-    big = value_chain.critic / "iter_0000004" / "weights" / "__0_0.distcp"
+    big = value_chain.critic / "iter_0000002" / "weights" / "__0_0.distcp"
     with big.open("wb") as stream:
         stream.truncate(4 << 30)
     write_checkpoint_manifest_of_size(big.parent.parent)
     monkeypatch.setattr("miles.contracts.artifact.wait", interrupt)
     seen, threads = Bytes(), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        verify_chain(value_chain.critic / "iter_0000004", progress=seen)
+        verify_chain(value_chain.critic / "iter_0000002", progress=seen)
     while threading.active_count() > threads:
         time.sleep(0.01)
     assert seen.done < seen.total / 2
@@ -335,6 +335,14 @@ def test_verify_command_prints_one_line_per_link_and_exit_codes(value_chain, cap
     assert last.startswith(f"first broken link: train data: {value_chain.data / 'train.jsonl'}: SHA-256 mismatch")
     assert command(value_chain.root / "nothing") == 2
     assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_verify_checkpoint_of_a_contract_walks_back_to_its_data(value_chain):
+    links = verify_chain(value_chain.critic / "iter_0000004")
+    assert first_broken(links) is None
+    assert {link.name for link in links} >= {"manifest", "train data", "contract", "checkpoint"}
+    (alone,) = verify_chain(value_chain.critic / "iter_0000002")
+    assert alone.detail.endswith("no contract or run that pins it was checked")
 
 
 def test_verify_command_path_is_a_device_names_it(capsys):

@@ -432,3 +432,12 @@ def test_tool_killed_at_any_time_leaves_all_or_nothing(good_rows, to_jsonl, tmp_
             manifest = load_value_pretrain_manifest(out / "manifest.json")
             assert len(ValuePretrainDataset(manifest.train, manifest.objective)) == manifest.train.num_samples
     assert whole < 3
+
+
+@pytest.mark.parametrize(
+    "words", [["--value-num-bins", "5"], ["--value-target-type", "two_hot"], ["--hl-gauss-sigma-ratio", "1"]]
+)
+def test_setting_of_another_loss_is_refused(tool, words, capsys):
+    with pytest.raises(SystemExit):
+        tool.main(["--rollouts", "x", "--out", "y", "--value-loss-type", "mse", *words])
+    assert f"{words[0]} has no effect with --value-loss-type mse" in capsys.readouterr().err
