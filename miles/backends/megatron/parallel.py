@@ -172,9 +172,11 @@ def initialize_parallel(
 def destroy_parallel() -> None:
     """Tear down Megatron's groups and torch.distributed, and end their threads."""
     from megatron.core import parallel_state as mpu
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     mpu.destroy_model_parallel()
     dist.destroy_process_group()
-    # A group lives on in the reference cycles of modules, and gloo's threads with it, each waking a hundred times a
-    # second.
+    # A group lives on in Megatron's cache of rotary embeddings and in the reference cycles of modules, and gloo's
+    # threads with it, each waking a hundred times a second.
+    RotaryEmbedding.forward.cache_clear()
     gc.collect()
