@@ -2,10 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,14 @@ def check_devices_can_be_had(args: Args) -> None:
 
 
 def _init(args: Args, *, address: str | None, needed: int) -> None:
-    """Start Ray in a thread: in the main one it would take over SIGTERM and end the process without a word."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-init") as executor:
-        # On an interrupt the executor still waits: a half-started cluster cannot be shut down.
-        executor.submit(_start_ray, args, address=address, needed=needed).result()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        _start_ray(args, address=address, needed=needed)
+    except SystemExit:
+        # Ray's own handler of SIGTERM, which it puts there while it starts.
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
