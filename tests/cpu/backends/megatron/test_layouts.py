@@ -21,20 +21,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
     "tp2": (2, TP2),
     "tp2_sp": (2, TP2 | SP),
-    "tp2_sp_sharded": (2, TP2 | SP | SHARDED),
     "pp2": (2, PP2),
     "dp2": (2, {}),
     "dp2_sharded": (2, SHARDED),
     "cp2": (2, CP2),
-    "cp2_sharded": (2, CP2 | SHARDED),
     "tp2_pp2": (4, TP2 | PP2),
-    "tp2_sp_pp2_sharded": (4, TP2 | SP | PP2 | SHARDED),
     "dp2_tp2": (4, TP2),
     "dp2_tp2_sp_sharded": (4, TP2 | SP | SHARDED),
-    "dp2_pp2": (4, PP2),
     "dp2_cp2_sharded": (4, CP2 | SHARDED),
     "cp2_tp2_sp": (4, CP2 | TP2 | SP),
-    "cp2_pp2": (4, CP2 | PP2),
 }
 BINS = {"value_loss_type": "classification", "value_num_bins": 11}
 # Adam's first update is lr * g / (|g| + eps) on bias-corrected moments: smooth in g where eps is large.
