@@ -1,22 +1,21 @@
 """What the rollout side needs from the user, looked at in the driver before a device is reserved."""
 
 import json
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
 
 from miles.config import Args
+from miles.config.groups import flag_of
 from miles.rollout.rewards import load_function
-
-_LINES = 100
 
 
 def check_rollout_inputs(args: Args) -> None:
-    """Import the user's functions and look at the first lines of the prompt files for the keys that were named.
+    """Import the user's functions and look for the keys that were named in the prompt files, up to where all are seen.
 
-    The rollout side reads the files whole, line by line; this only tells the usual mistakes early.
+    The rollout side checks every line; this only tells the usual mistakes early.
 
     Raises:
-        ValueError: a function cannot be imported, or no line looked at has a key.
+        ValueError: a function cannot be imported, or no row of a file has a key.
     """
     for path in (args.custom_rm_path, args.dynamic_sampling_filter_path):
         if path is not None:
@@ -25,24 +24,25 @@ def check_rollout_inputs(args: Args) -> None:
     keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.source_of(name) != "default"}
     paths = [args.prompt_data, *(one.path for one in args.eval_sets())]
     for path in filter(None, paths):
-        found = _keys_of_first_lines(Path(path))
+        found = _keys_until(Path(path), wanted=keys.values())
         for name, key in keys.items():
             if found and key not in found:
-                flag = "--" + name.replace("_", "-")
                 raise ValueError(
-                    f"{flag} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
+                    f"{flag_of(name)} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
                 )
 
 
-def _keys_of_first_lines(path: Path) -> set[str]:
-    """Keys of the objects on the first lines; a line that is no object is left to the reader, which names it."""
-    keys: set[str] = set()
+def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:
+    """Keys of the objects of a file, up to where all wanted ones are seen; other lines are left to the reader."""
+    missing, keys = set(wanted), set[str]()
     with path.open("rb") as file:
-        for line in islice(file, _LINES):
+        for line in file:
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
             if isinstance(row, dict):
                 keys |= row.keys()
+            if missing <= keys:
+                break
     return keys

@@ -30,6 +30,11 @@ def test_input_key_that_no_row_has_refused_by_flag(args_with: Any) -> None:
         check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}], input_key="question"))
 
 
+def test_label_key_that_only_a_late_row_has_accepted(args_with: Any) -> None:
+    rows = [{"prompt": "1 + 1 ="}] * 150 + [{"prompt": "1 + 1 =", "answer": "2"}]
+    check_rollout_inputs(args_with(rows, label_key="answer"))
+
+
 def test_default_label_key_that_no_row_has_accepted(args_with: Any) -> None:
     check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}]))
 
