@@ -29,6 +29,9 @@ from miles.config.recipes import sao_online_settings
 Entry = Literal["train", "train_value"]
 Role = Literal["actor", "critic"]
 
+_CPU_CACHE_TOKENS = 32768
+"""SGLang would take most of the machine's memory."""
+
 _INHERITED = {
     "critic_num_nodes": "actor_num_nodes",
     "critic_num_gpus_per_node": "actor_num_gpus_per_node",
@@ -193,11 +196,15 @@ class Args(
         return self._sources.get(field, "default")
 
     def is_user_set(self, field: str) -> bool:
-        """Whether the user gave this value: by a flag, or in a file or program with another value than the default.
+        """Whether the user gave this value: by a flag, or in a file or program with another value than without it.
 
-        A resolved config lists every setting, so a default in a file says nothing.
+        A resolved config lists every setting: a default in a file, or what follows from other settings, says nothing.
         """
         source = self.source_of(field)
+        value, default = getattr(self, field), type(self).model_fields[field].default
+        if value is None and default is None:
+            # A null on the command line takes back what a file says.
+            return False
         if source == "flag":
             return True
         if source != "code" and not source.startswith("file:"):
@@ -205,9 +212,9 @@ class Args(
         if field == "critic_save":
             # Every online run has a folder for it, needed or not.
             return False
-        value, default = getattr(self, field), type(self).model_fields[field].default
-        if field in _INHERITED:
-            return value not in (default, getattr(self, _INHERITED[field]))
+        if default is None:
+            followed = _derived_values(self.model_copy(update={field: None})).get(field, (None, ""))[0]
+            return value != followed
         return value != default
 
     @property
@@ -260,6 +267,12 @@ class Args(
             return self.actor_num_nodes * self.actor_num_gpus_per_node
         assert self.critic_num_nodes is not None and self.critic_num_gpus_per_node is not None
         return self.critic_num_nodes * self.critic_num_gpus_per_node
+
+    def engine_cache_tokens(self, device: str) -> int | None:
+        """Tokens of a rollout engine's key-value cache on a kind of device; None leaves them to SGLang."""
+        if self.sglang_max_total_tokens is None and device == "cpu":
+            return _CPU_CACHE_TOKENS
+        return self.sglang_max_total_tokens
 
     def model_parallel_size(self, role: Role) -> int:
         """Devices that hold one replica of a role's model: tensor x pipeline x context."""

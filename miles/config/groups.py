@@ -76,7 +76,9 @@ class ModelGroup(Group):
         None, description="Hugging Face model folder: architecture, tokenizer and the weights a fresh run starts from."
     )
     load: Text | None = Field(
-        None, description="Folder of actor checkpoints to resume from; a fresh critic takes its backbone from it too."
+        None,
+        description="Folder of actor checkpoints to start from, weights only; --resume alone goes on with a run. A "
+        "fresh critic takes its backbone from it too.",
     )
     save: Text | None = Field(
         None, description="Folder to write actor checkpoints to (unset: RUN_DIR/checkpoints/actor)."
@@ -85,13 +87,17 @@ class ModelGroup(Group):
         None, description="Save every this many steps; unset saves once, at the end."
     )
     critic_load: Text | None = Field(
-        None, description="Folder of critic checkpoints to resume from, for example a contracted, pretrained critic."
+        None,
+        description="Folder of critic checkpoints, for example a contracted, pretrained critic: train_value.py "
+        "resumes from it, train.py starts from its weights.",
     )
     critic_value_eval_report: Text | None = Field(
         None, description="Evaluation report of the critic in --critic-load; refused unless it passed its gate."
     )
     critic_save: Text | None = Field(
-        None, description="Folder to write critic checkpoints to (unset: the value of --save with '_critic' appended)."
+        None,
+        description="Folder to write critic checkpoints to (unset: RUN_DIR/checkpoints/critic, or the value of a "
+        "given --save with '_critic' appended).",
     )
     ref_load: Text | None = Field(
         None,
@@ -149,7 +155,7 @@ class OptimizerGroup(Group):
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape of the learning rate after the warm-up."
     )
-    lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of linear warm-up.")
+    lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of linear warm-up of the actor.")
     critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of linear warm-up of the critic.")
     lr_decay_iters: Positive | None = Field(
         None, description="Optimizer steps until the learning rate reaches --min-lr (unset: the length of the run)."
@@ -170,7 +176,9 @@ class BatchGroup(Group):
         description="Samples of one optimizer step over all ranks (unset, in online training: "
         "rollout-batch-size x n-samples-per-prompt / num-steps-per-rollout).",
     )
-    micro_batch_size: Positive = Field(1, description="Samples of one forward pass on one rank.")
+    micro_batch_size: Positive = Field(
+        1, description="Samples of one forward pass on one rank, without --use-dynamic-batch-size."
+    )
     use_dynamic_batch_size: bool = Field(
         False, description="Fill micro-batches up to --max-tokens-per-gpu tokens instead of a fixed count of samples."
     )
@@ -196,13 +204,16 @@ class RolloutGroup(Group):
     rollout_shuffle: bool = Field(True, description="Shuffle the prompts anew in each epoch.")
     rollout_seed: NonNegative = Field(42, description="Seed of the prompt order and of sampling.")
     num_rollout: Positive | None = Field(
-        None, description="Rollouts of the run; in value pretraining the steps of the batch plan (unset: all of them)."
+        None,
+        description="Rollouts of the run; in value pretraining, where data and epochs decide, it must equal the steps "
+        "of the batch plan, if given.",
     )
     rollout_batch_size: Positive | None = Field(None, description="Prompts of one rollout.")
     n_samples_per_prompt: Positive = Field(1, description="Responses sampled for each prompt.")
     rollout_max_prompt_len: Positive | None = Field(
         None,
-        description="Longest prompt in tokens (unset: what the model and the engine leave beside the response).",
+        description="Longest prompt in tokens (unset: what the model, the engine and, in training, "
+        "--max-tokens-per-gpu leave beside the response).",
     )
     overlong_prompts: Literal["refuse", "drop"] = Field(
         "refuse", description="What happens to a file with a prompt beyond the limit: refused, or read without it."
@@ -287,9 +298,13 @@ class EngineGroup(Group):
     sglang_max_restarts: NonNegative = Field(
         8, description="Restarts of engines in a run, at most; 0 ends the run with the first engine that is lost."
     )
-    sglang_max_total_tokens: Positive = Field(32768, description="Tokens of an engine's key-value cache.")
+    sglang_max_total_tokens: Positive | None = Field(
+        None, description="Tokens of an engine's key-value cache (unset: 32768 on a CPU, SGLang's choice on a GPU)."
+    )
     sglang_port_base: Annotated[int, Field(ge=1024, le=65000)] | None = Field(
-        None, description="First port to try for engines (unset: the operating system chooses)."
+        None,
+        description="Port of the first engine; the n-th after it takes exactly this + n, and one that is taken ends "
+        "the start (unset: the operating system chooses).",
     )
     sglang_extra_args: list[Text] = Field(
         [],
@@ -366,7 +381,7 @@ class AlgorithmGroup(Group):
         "k1", description="Estimator of the KL, in the reward or in the loss."
     )
     use_unbiased_kl: bool = Field(
-        False, description="Weigh the KL in the loss by the ratio to the policy that sampled."
+        False, description="Weigh the KL in the loss, a k3, by the ratio to the policy that sampled."
     )
     use_rollout_logprobs: bool = Field(False, description="Take the engine's log-probabilities for the old policy's.")
     ratio_correction: Literal["none", "tis", "icepop", "mis"] = Field(
@@ -398,15 +413,22 @@ class AlgorithmGroup(Group):
         False, description="Leave tokens with negative advantage out where their sequence left the old policy."
     )
     opsm_delta: PositiveFloat = Field(1e-4, description="Mean log-ratio of a sequence beyond which opsm acts.")
-    num_critic_epochs: Positive = Field(1, description="Critic updates on each batch.")
+    num_critic_epochs: Positive = Field(
+        1, description="Passes of the critic over each rollout, each of --num-steps-per-rollout optimizer steps."
+    )
     refresh_values: bool = Field(
         False, description="Compute values again after the critic's updates, before the actor's advantages."
     )
     num_critic_only_steps: NonNegative = Field(0, description="First rollouts that update the critic alone.")
     critic_freeze_attention: bool = Field(False, description="Do not train the critic's attention.")
-    num_steps_per_rollout: Positive = Field(1, description="Optimizer steps of the actor in each rollout.")
+    num_steps_per_rollout: Positive = Field(
+        1, description="Optimizer steps of the actor in each rollout, and of each pass of the critic over it."
+    )
     sao_online_recipe: Literal["coding", "reasoning"] | None = Field(
-        None, description="Single-Rollout Asynchronous Optimization: sets estimator, objective, bands and rates."
+        None,
+        description="Single-Rollout Asynchronous Optimization: sets estimator, objective, bands, rates, the critic's "
+        "warm-up, epochs, refreshed values and frozen attention, takes the engine's log-probabilities for the old "
+        "policy's, and leaves out KL and entropy.",
     )
     sao_compaction: bool = Field(
         False, description="With --sao-online-recipe: trajectories come in compacted segments (CompactionRL)."
@@ -443,7 +465,7 @@ class ValuePretrainGroup(Group):
         False, description="Evaluate the critic of --critic-load and gate it; train nothing."
     )
     value_pretrain_eval_split: Literal["train", "heldout"] | None = Field(
-        None, description="Rows to read (unset: heldout with --value-pretrain-eval-only, else train)."
+        None, description="Rows that --value-pretrain-eval-only reads (unset: heldout)."
     )
     value_pretrain_eval_num_batches: Positive | None = Field(
         None, description="Disjoint, label-mixed batches to evaluate on."
@@ -503,8 +525,11 @@ GROUPS: tuple[type[Group], ...] = (
 )
 
 
-def flag_of(field: str) -> str:
-    """The command-line flag of a field."""
+def flag_of(field: str, role: Literal["actor", "critic"] = "actor") -> str:
+    """The command-line flag of a field; for a critic the one of its own, where it has one."""
+    own = f"critic_{field}"
+    if role == "critic" and any(own in group.model_fields for group in GROUPS):
+        field = own
     return "--" + field.replace("_", "-")
 
 

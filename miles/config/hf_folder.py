@@ -37,8 +37,7 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
-    whole = read_json_object(folder / "config.json")
-    config = whole.get("text_config", whole)
+    config = read_model_config(folder)
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ValueError(f"{folder / 'config.json'}: vocab_size is missing")
@@ -59,6 +58,16 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
     elif not (folder / "tokenizer.model").exists():
         raise ValueError(f"model folder {folder} has no tokenizer (tokenizer.json or tokenizer.model)")
     return HfFolder(path=folder, config=config, num_parameters=count)
+
+
+def read_model_config(folder: str | Path) -> dict[str, Any]:
+    """The model's own section of a folder's config.json: `text_config` where it has one, else the whole.
+
+    Raises:
+        ValueError: the file is missing or damaged.
+    """
+    whole = read_json_object(Path(folder) / "config.json")
+    return whole.get("text_config", whole)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -24,9 +24,14 @@ from miles.config.choices import (
 )
 from miles.config.groups import (
     AlgorithmGroup,
+    BatchGroup,
     EngineGroup,
     EvalGroup,
+    Group,
+    OptimizerGroup,
+    ParallelGroup,
     RolloutGroup,
+    ValueHeadGroup,
     ValuePretrainGroup,
     fields_of,
     flag_of,
@@ -46,8 +51,8 @@ def check(args: Args, *, entry: Entry) -> list[str]:
     Raises:
         ValueError: a line for each broken rule, naming the flags and files.
     """
-    problems = [*_backend(args, entry), *_batch(args, entry), *_schedule(args), *_checkpoints(args, entry)]
-    problems += [*_value_head(args), *_tracking(args)]
+    problems = [*_backend(args, entry), *_batch(args, entry), *_schedule(args, entry), *_checkpoints(args, entry)]
+    problems += [*_value_head(args, entry), *_tracking(args)]
     problems += [*(_online_rules(args) if entry == "train" else _value_pretraining(args))]
     model = None
     try:
@@ -70,6 +75,22 @@ def roles_of(args: Args, entry: Entry) -> tuple[Role, ...]:
     return ("actor", "critic") if args.has_critic else ("actor",)
 
 
+def _settings_of(*groups: type[Group]) -> set[str]:
+    return {name for group in groups for name in fields_of(group)}
+
+
+def _unread(args: Args, settings: Iterable[str], because: str) -> Iterator[str]:
+    """A complaint for each of the settings that the user gave."""
+    for name in sorted(settings):
+        if args.is_user_set(name):
+            yield f"{flag_of(name)} has no effect {because}"
+
+
+def _unread_flags(args: Args, settings: Iterable[str], because: str) -> Iterator[str]:
+    """As `_unread`, of flags alone: a file may serve several programs, a flag is meant for this one."""
+    yield from _unread(args, (name for name in settings if args.source_of(name) == "flag"), because)
+
+
 def _backend(args: Args, entry: Entry) -> Iterator[str]:
     if args.train_backend != "megatron":
         program = "online training" if entry == "train" else "offline value pretraining"
@@ -81,6 +102,9 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"
+    # Programs written against the flags of value pretraining may give both.
+    if args.use_dynamic_batch_size and entry == "train":
+        yield from _unread_flags(args, {"micro_batch_size"}, "with --use-dynamic-batch-size")
     yield from _per_role(args, entry, _batch_of_role)
 
 
@@ -141,20 +165,31 @@ def _dynamic_global_batch(args: Args) -> Iterator[str]:
         yield "--global-batch-size has no effect with --use-dynamic-global-batch-size"
 
 
-def _schedule(args: Args) -> Iterator[str]:
+def _schedule(args: Args, entry: Entry) -> Iterator[str]:
     if args.lr_decay_style == "constant":
         for field in ("lr_decay_iters", "min_lr"):
             if getattr(args, field) != type(args).model_fields[field].default:
                 yield f"{flag_of(field)} has no effect with --lr-decay-style constant"
-    else:
-        assert args.critic_lr is not None
-        if args.min_lr > min(args.lr, args.critic_lr):
-            yield f"--min-lr {args.min_lr} is above the peak learning rate {min(args.lr, args.critic_lr)}"
-        if args.lr_decay_iters is not None:
-            for field in ("lr_warmup_iters", "critic_lr_warmup_iters"):
-                warmup = getattr(args, field)
-                if warmup >= args.lr_decay_iters:
-                    yield f"{flag_of(field)} {warmup} must be below --lr-decay-iters {args.lr_decay_iters}"
+    elif entry == "train" or not args.value_pretrain_eval_only:
+        yield from _per_role(args, entry, _decay_of_role)
+
+
+def _decay_of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
+    own = args.for_role(role)
+    if own.min_lr > own.lr:
+        yield f"--min-lr {own.min_lr} is above the peak learning rate {own.lr} of the @role"
+    steps = args.lr_decay_iters or _optimizer_steps(args, entry, role)
+    if steps is not None and own.lr_warmup_iters >= steps:
+        end = f"--lr-decay-iters {steps}" if args.lr_decay_iters else f"the {steps} optimizer steps of the run"
+        yield f"{flag_of('lr_warmup_iters', role)} {own.lr_warmup_iters} must be below {end}"
+
+
+def _optimizer_steps(args: Args, entry: Entry, role: Role) -> int | None:
+    """Optimizer steps of a role in the whole run, as far as they are known."""
+    if entry == "train_value" or args.num_rollout is None:
+        return args.num_rollout
+    passes = args.num_critic_epochs if role == "critic" else 1
+    return (1 if args.canary_one_step else args.num_rollout) * args.num_steps_per_rollout * passes
 
 
 def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
@@ -163,6 +198,8 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
         yield f"--save-interval has no effect without {flag_of(target)}"
     if args.critic_value_pretrain_contract_sha256 is not None and args.critic_load is None:
         yield "--critic-value-pretrain-contract-sha256 pins the contract in --critic-load, which is not given"
+    if entry == "train" and args.critic_value_eval_report is not None and args.critic_load is None:
+        yield "--critic-value-eval-report speaks of the critic in --critic-load, which is not given"
     for field in ("load", "critic_load"):
         folder = getattr(args, field)
         # An explicit resume never starts afresh in silence.
@@ -178,12 +215,23 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
         yield f"--save and --critic-save name the same folder {args.save}"
 
 
-def _value_head(args: Args) -> Iterator[str]:
+def _value_head(args: Args, entry: Entry) -> Iterator[str]:
     low, high = args.value_reward_range
     if low >= high:
         yield f"--value-reward-range {low} {high}: the lower end must be below the upper"
     if args.value_loss_type == "classification" and args.value_num_bins < 2:
         yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
+    # A contract in --critic-load states the head, which is compared with what the user states of it.
+    stated_elsewhere = args.critic_load is not None and args.source_of("value_loss_type") == "default"
+    if "critic" not in roles_of(args, entry) or stated_elsewhere:
+        return
+    if args.value_loss_type == "mse":
+        yield from _unread(args, _settings_of(ValueHeadGroup) - {"value_loss_type"}, "with --value-loss-type mse")
+        return
+    if entry == "train":
+        yield from _unread(args, {"value_clip"}, "with --value-loss-type classification")
+    if args.value_target_type == "two_hot":
+        yield from _unread(args, {"hl_gauss_sigma_ratio"}, "with --value-target-type two_hot")
 
 
 def _tracking(args: Args) -> Iterator[str]:
@@ -254,25 +302,42 @@ def _online(args: Args) -> Iterator[str]:
         yield "--canary-one-step saves once, which needs --save"
 
 
+_SAMPLING_ALONE = (
+    _settings_of(RolloutGroup, EvalGroup, EngineGroup) | {"rollout_num_gpus", "rollout_num_gpus_per_engine"}
+) - {
+    *("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "rollout_temperature"),
+    *("load_rollouts", "rollout_only", "over_sampling_batch_size", "dynamic_sampling_max_replacements"),
+}
+"""Settings that nothing reads where rollouts are loaded; those of the filter have a complaint of their own."""
+
+_TRAINING_ALONE = (
+    _settings_of(ParallelGroup, OptimizerGroup, BatchGroup, EvalGroup, AlgorithmGroup, ValueHeadGroup)
+    | {"save", "critic_load", "critic_save", "ref_load", "check_weight_sync", "max_restarts"}
+    | {"critic_value_eval_report", "critic_value_pretrain_contract_sha256"}
+) - {
+    *("rollout_num_gpus", "rollout_num_gpus_per_engine"),
+    # They bound the prompts.
+    *("use_dynamic_batch_size", "max_tokens_per_gpu", "context_parallel_size"),
+}
+"""Settings that nothing reads where rollouts are only sampled."""
+
+
 def _rollout(args: Args) -> Iterator[str]:
+    if args.rollout_temperature == 0 and not args.rollout_only:
+        yield "--rollout-temperature 0 is greedy, which gives nothing to train on: it must be above 0"
     if args.load_rollouts is not None:
         if not Path(args.load_rollouts).is_dir():
             yield f"--load-rollouts {args.load_rollouts}: no such folder"
         if args.rollout_only:
             yield "--load-rollouts trains without sampling, --rollout-only samples without training"
-        for field in (
-            "eval_prompt_data",
-            "eval_interval",
-            "prompt_data",
-            "custom_rm_path",
-            "dynamic_sampling_filter_path",
-        ):
-            if args.source_of(field) == "flag":
-                yield f"{flag_of(field)} has no effect with --load-rollouts, which starts no engine"
+        because = "with --load-rollouts, which starts no engine"
+        yield from _unread_flags(args, _SAMPLING_ALONE - {"eval_prompt_data"}, because)
+        yield from _unread(args, {"eval_prompt_data"}, because)
     if args.rollout_only:
-        for field in ("resume", "canary_one_step", "save_interval", "fault_injection"):
-            if args.is_user_set(field):
-                yield f"{flag_of(field)} has no effect with --rollout-only, which trains nothing"
+        because = "with --rollout-only, which trains nothing"
+        yield from _unread(args, {"resume", "canary_one_step", "save_interval", "fault_injection"}, because)
+        yield from _unread(args, {"load"}, "with --rollout-only, which samples from --hf-checkpoint")
+        yield from _unread_flags(args, _TRAINING_ALONE, because)
     wanted, sampled = args.rollout_batch_size, args.over_sampling_batch_size
     if wanted is not None and sampled is not None and sampled < wanted:
         yield f"--over-sampling-batch-size {sampled} is below --rollout-batch-size {wanted}"
@@ -285,8 +350,10 @@ def _rollout(args: Args) -> Iterator[str]:
 def _evaluation(args: Args) -> Iterator[str]:
     if bool(args.eval_prompt_data) != (args.eval_interval is not None):
         yield "--eval-prompt-data and --eval-interval must be given together"
-    if args.eval_sampling and not args.eval_prompt_data:
-        yield "--eval-sampling has no effect without --eval-prompt-data"
+    if not args.eval_prompt_data:
+        if args.load_rollouts is None and not args.rollout_only:
+            unread = _settings_of(EvalGroup) - {"eval_prompt_data", "eval_interval"}
+            yield from _unread(args, unread, "without --eval-prompt-data")
         return
     try:
         sets = args.eval_sets()
@@ -298,22 +365,16 @@ def _evaluation(args: Args) -> Iterator[str]:
             yield f"--eval-prompt-data {one.path}: {_what_is_there(one.path)}"
 
 
-def _unread(args: Args, settings: Iterable[str], because: str) -> Iterator[str]:
-    """A complaint for each of the settings that the user gave."""
-    for name in sorted(settings):
-        if args.is_user_set(name):
-            yield f"{flag_of(name)} has no effect {because}"
-
-
 def _estimator(args: Args) -> Iterator[str]:
     name = args.advantage_estimator
     facts = estimator_facts(name)
     yield from _unread(args, ESTIMATOR_SETTINGS - facts.reads, f"with --advantage-estimator {name}")
     if name == "gae_adaptive":
-        unread = (
-            {"lambd"} if args.gae_adaptive_mode == "adaptive" else {"gae_adaptive_alpha", "gae_adaptive_min_length"}
-        )
-        yield from _unread(args, unread, f"with --gae-adaptive-mode {args.gae_adaptive_mode}")
+        if args.gae_adaptive_mode == "fixed":
+            unread = ("gae_adaptive_alpha", "gae_adaptive_min_length")
+            yield from _unread(args, unread, "with --gae-adaptive-mode fixed")
+        elif args.is_user_set("lambd"):
+            yield "--lambd is not read by the actor with --gae-adaptive-mode adaptive; the critic's is --critic-lambd"
     if facts.critic is not None and args.use_critic != facts.critic:
         needs = "needs a critic" if facts.critic else "has no use for a critic"
         yield f"--advantage-estimator {name} {needs}; --use-critic decides for monte_carlo and functions of yours"
@@ -333,6 +394,8 @@ def _objective(args: Args) -> Iterator[str]:
     objective, correction = args.policy_objective, args.ratio_correction
     yield from _unread(args, OBJECTIVE_SETTINGS - OBJECTIVES[objective], f"with --policy-objective {objective}")
     yield from _unread(args, CORRECTION_SETTINGS - CORRECTIONS[correction], f"with --ratio-correction {correction}")
+    if correction == "mis" and args.mis_mode == "truncate":
+        yield from _unread(args, {"mis_low"}, "with --mis-mode truncate")
     if not args.use_opsm:
         yield from _unread(args, {"opsm_delta"}, "without --use-opsm")
     if args.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -377,7 +440,7 @@ def _kl(args: Args) -> Iterator[str]:
         yield from _unread(args, {"kl_target", "kl_horizon"}, "with --kl-controller fixed")
     elif args.kl_coef == 0:
         yield "--kl-controller adaptive adapts --kl-coef, which must be above 0"
-    if args.use_unbiased_kl and args.kl_loss_type not in ("k3", "low_var_kl"):
+    if args.use_unbiased_kl and args.kl_loss_type != "k3":
         yield f"--use-unbiased-kl weighs k3: --kl-loss-type {args.kl_loss_type} does not go with it"
 
 
@@ -395,11 +458,17 @@ def _sao(args: Args) -> Iterator[str]:
 
 
 _ONLINE_ALONE = (
-    {name for group in (RolloutGroup, EvalGroup, EngineGroup, AlgorithmGroup) for name in fields_of(group)}
+    _settings_of(RolloutGroup, EvalGroup, EngineGroup, AlgorithmGroup)
     | {"resume", "max_restarts", "fault_injection", "allow_config_change", "ref_load", "critic_value_eval_report"}
-    | {"use_dynamic_global_batch_size"}
+    | {"use_dynamic_global_batch_size", "rollout_num_gpus", "rollout_num_gpus_per_engine"}
 ) - {"num_rollout", "critic_freeze_attention", "sao_online_recipe"}
 """Settings that value pretraining does not read; the recipe has a complaint of its own."""
+
+_OF_EACH_ROLE = (
+    *("lr", "lr_warmup_iters", "load", "save", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("actor_num_nodes", "actor_num_gpus_per_node"),
+)
+"""Settings of which the critic has one of its own."""
 
 
 def _value_pretraining(args: Args) -> Iterator[str]:
@@ -414,8 +483,9 @@ def _value_pretraining(args: Args) -> Iterator[str]:
         yield "value pretraining needs --value-pretrain-manifest"
     if args.hf_checkpoint is None:
         yield "value pretraining needs --hf-checkpoint, which says what model to build"
-    if args.global_batch_size is None:
+    if args.global_batch_size is None or args.source_of("global_batch_size").startswith("derived:"):
         yield "value pretraining needs --global-batch-size"
+    yield from _critic_alone(args)
     if args.canary_one_step:
         yield "--canary-one-step belongs to online training; value pretraining has --value-pretrain-canary-one-step"
     if args.value_pretrain_eval_only:
@@ -430,9 +500,21 @@ def _value_pretraining(args: Args) -> Iterator[str]:
     else:
         if args.critic_save is None:
             yield "value pretraining needs --critic-save, the folder for the critic and its contract"
-        for field in ("value_pretrain_eval_report", "value_pretrain_eval_num_batches"):
-            if args.source_of(field) in ("flag", "code"):
-                yield f"{flag_of(field)} has no effect without --value-pretrain-eval-only"
+        unread = {"value_pretrain_eval_report", "value_pretrain_eval_num_batches", "value_gate_max_bias"}
+        # Training reads the train split, so to say as much is no mistake.
+        unread |= {"value_pretrain_eval_split"} if args.value_pretrain_eval_split == "heldout" else set()
+        yield from _unread_flags(args, unread, "without --value-pretrain-eval-only")
+
+
+def _critic_alone(args: Args) -> Iterator[str]:
+    """The critic is the only role, so what is given of an actor is given in vain."""
+    for field in _OF_EACH_ROLE:
+        own = "critic_" + field.removeprefix("actor_")
+        stated = getattr(args, own) is not None and not args.source_of(own).startswith(("default", "derived:"))
+        if args.source_of(field) == "flag" and stated:
+            yield f"{flag_of(field)} has no effect in value pretraining beside {flag_of(own)}"
+    if args.is_user_set("lr_warmup_iters") and args.source_of("critic_lr_warmup_iters") == "default":
+        yield "--lr-warmup-iters has no effect in value pretraining: a critic's warm-up is --critic-lr-warmup-iters"
 
 
 def _what_is_there(path: str) -> str:
@@ -473,10 +555,11 @@ def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
             f"--rollout-max-prompt-len {prompt} + --rollout-max-response-len {response} exceed the model's "
             f"max_position_embeddings {limit}"
         )
-    if response is not None and prompt + response > args.sglang_max_total_tokens:
+    cache = None if args.load_rollouts is not None else args.engine_cache_tokens(args.device)
+    if response is not None and cache is not None and prompt + response > cache:
         yield (
-            f"--sglang-max-total-tokens {args.sglang_max_total_tokens} cannot hold one prompt of {prompt} and its "
-            f"response of {response} tokens"
+            f"--sglang-max-total-tokens {cache} cannot hold one prompt of {prompt} and its response of {response} "
+            "tokens"
         )
     budget = args.max_tokens_per_gpu and args.max_tokens_per_gpu * args.context_parallel_size
     if budget is not None and response is not None and prompt + response > budget:

@@ -71,10 +71,9 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     if not ray.is_initialized():
         _init(args, address=os.environ.get("RAY_ADDRESS"), needed=needed)
     resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
-    if args.device == "cuda" and gpus == 0:
+    kind = device_kind(args)
+    if kind == "cuda" and not resources.get("GPU"):
         raise ValueError("--device cuda: no node of the Ray cluster has a GPU")
-    kind = "cuda" if args.device == "cuda" or (args.device == "auto" and gpus > 0) else "cpu"
     resource = "GPU" if kind == "cuda" else CPU_DEVICE
     available = int(resources.get(resource, 0))
     if available < needed:
@@ -84,6 +83,13 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     logger.info("Ray cluster: %d node(s), %d of %d devices (%s) taken", len(nodes), needed, available, kind)
     return Cluster(device_kind=kind, resource=resource, single_machine=len(nodes) == 1)
+
+
+def device_kind(args: Args) -> str:
+    """The kind, "cuda" or "cpu", that `args.device` stands for in the cluster this process is connected to."""
+    if args.device != "auto":
+        return args.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
 
 
 def check_devices_can_be_had(args: Args) -> None:

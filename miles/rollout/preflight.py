@@ -10,13 +10,17 @@ from miles.rollout.rewards import load_function
 
 
 def check_rollout_inputs(args: Args) -> None:
-    """Import the user's functions and look for the keys that were named in the prompt files, up to where all are seen.
+    """Import the user's functions and look for the keys that were named in the prompt files, up to where all are seen;
+    or, where rollouts are loaded, for their files.
 
     The rollout side checks every line; this only tells the usual mistakes early.
 
     Raises:
-        ValueError: a function cannot be imported, or no row of a file has a key.
+        ValueError: a function cannot be imported, no row of a file has a key, or a kept rollout is missing.
     """
+    if args.load_rollouts is not None:
+        _check_kept_rollouts(args, Path(args.load_rollouts))
+        return
     for path in (args.custom_rm_path, args.dynamic_sampling_filter_path):
         if path is not None:
             load_function(path)
@@ -30,6 +34,19 @@ def check_rollout_inputs(args: Args) -> None:
                 raise ValueError(
                     f"{flag_of(name)} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
                 )
+
+
+def rollout_file(folder: Path, rollout_id: int) -> Path:
+    """Where a rollout is kept in a folder of rollouts."""
+    return folder / f"rollout_{rollout_id:06d}.jsonl"
+
+
+def _check_kept_rollouts(args: Args, folder: Path) -> None:
+    assert args.num_rollout is not None
+    for rollout_id in range(args.num_rollout):
+        file = rollout_file(folder, rollout_id)
+        if not file.is_file():
+            raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
 
 
 def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:

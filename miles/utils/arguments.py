@@ -155,7 +155,9 @@ def _with_manifest(args: Args) -> Args:
         given = getattr(args, field)
         if args.source_of(field) != "default" and given != value:
             raise ValueError(f"{flag_of(field)} is {given}, the objective of {manifest.path} has {value}")
-    if not args.value_pretrain_eval_only and args.global_batch_size is not None:
+    # What follows from the rollouts of a shared file is no batch size of value pretraining; the rules say so.
+    planned = not args.source_of("global_batch_size").startswith("derived:")
+    if planned and args.global_batch_size is not None and not args.value_pretrain_eval_only:
         steps = value_pretrain_num_steps(
             num_samples=manifest.train.num_samples,
             global_batch_size=args.global_batch_size,

@@ -143,7 +143,7 @@ class SGLangServer:
             "port": None if args.sglang_port_base is None else args.sglang_port_base + engine,
             "tp_size": args.rollout_num_gpus_per_engine,
             "dtype": "bfloat16" if args.bf16 and device == "cuda" else None,
-            "max_total_tokens": args.sglang_max_total_tokens if device == "cpu" else None,
+            "max_total_tokens": args.engine_cache_tokens(device),
             "random_seed": args.rollout_seed,
             "extra_args": args.sglang_extra_args,
             "start_timeout_s": args.sglang_server_timeout_s,

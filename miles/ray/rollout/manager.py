@@ -14,14 +14,17 @@ import ray
 from miles.backends.sglang.client import SGLangClient
 from miles.config import Args
 from miles.config.eval_sets import EvalSet, Sampling
+from miles.config.hf_folder import read_model_config
 from miles.contracts.publish import publish_bytes
 from miles.data.batch import samples_to_batch
 from miles.data.prompts import PromptSource
 from miles.data.sample import TRAINABLE_STATUSES, Sample, SampleStatus, read_samples
+from miles.ray.cluster import device_kind
 from miles.reporting.wilson import wilson_interval
 from miles.rollout.engine_pool import EnginePool, LostEngine
 from miles.rollout.generation import generate_samples
 from miles.rollout.groups import GroupSource, collect_groups, sample_of
+from miles.rollout.preflight import rollout_file
 from miles.rollout.rewards import load_function, score_samples
 from miles.utils.logging_utils import configure_logger
 
@@ -57,22 +60,21 @@ class RolloutManager:
         """
         args = self._args
         if args.load_rollouts is not None:
-            self._check_kept_rollouts(Path(args.load_rollouts))
             return []
         starting = [engine.start.remote() for engine in self._engines]
         from transformers import AutoTokenizer
 
         assert args.custom_rm_path is not None and args.hf_checkpoint is not None and args.prompt_data is not None
-        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+        config = read_model_config(args.hf_checkpoint)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self._reward = load_function(args.custom_rm_path)
         filter_path = args.dynamic_sampling_filter_path
         self._keep = None if filter_path is None else load_function(filter_path)
-        limit = _prompt_limit(args, config, args.rollout_max_response_len)
+        limit = _prompt_limit(args, config, args.rollout_max_response_len, trained=True)
         prompts = self._prompts(args.prompt_data, limit, shuffle=args.rollout_shuffle)
         self._source = GroupSource(prompts, samples_per_prompt=args.n_samples_per_prompt)
         self._eval_sets = [
-            (one, self._prompts(one.path, _prompt_limit(args, config, one.sampling.max_response_len)))
+            (one, self._prompts(one.path, _prompt_limit(args, config, one.sampling.max_response_len, trained=False)))
             for one in args.eval_sets()
         ]
         urls = list(await asyncio.gather(*starting))
@@ -256,21 +258,11 @@ class RolloutManager:
         folder = Path(self._args.run_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(sample.to_dict()) + "\n" for sample in samples)
-        publish_bytes(_rollout_file(folder, rollout_id), lines.encode())
-
-    def _check_kept_rollouts(self, folder: Path) -> None:
-        args = self._args
-        assert args.num_rollout is not None
-        for rollout_id in range(args.num_rollout):
-            if not _rollout_file(folder, rollout_id).is_file():
-                raise ValueError(
-                    f"--load-rollouts {folder}: no {_rollout_file(folder, rollout_id).name}, which --num-rollout "
-                    f"{args.num_rollout} needs"
-                )
+        publish_bytes(rollout_file(folder, rollout_id), lines.encode())
 
     def _kept_rollout(self, folder: Path, rollout_id: int) -> list[Sample]:
         args = self._args
-        path = _rollout_file(folder, rollout_id)
+        path = rollout_file(folder, rollout_id)
         samples = read_samples(path)
         assert args.rollout_batch_size is not None
         expected = args.rollout_batch_size * args.n_samples_per_prompt
@@ -297,18 +289,23 @@ class RolloutManager:
             self._source.load_state_dict(state)
 
 
-def _rollout_file(folder: Path, rollout_id: int) -> Path:
-    return folder / f"rollout_{rollout_id:06d}.jsonl"
+def _prompt_limit(args: Args, config: dict[str, Any], max_response_len: int | None, *, trained: bool) -> int | None:
+    """Longest prompt that leaves room for a response in the model, the engine's cache and a micro-batch.
 
+    Args:
+        trained: prompt and response are trained on, so a micro-batch must hold them.
 
-def _prompt_limit(args: Args, config: dict[str, Any], max_response_len: int | None) -> int | None:
-    """Longest prompt that leaves room for a response in the model, the engine's cache and a micro-batch."""
+    Returns:
+        Its tokens, None where nothing bounds them.
+    """
     assert max_response_len is not None
-    rooms = [config.get("max_position_embeddings"), args.sglang_max_total_tokens, args.max_tokens_per_gpu]
+    rooms = [config.get("max_position_embeddings"), args.engine_cache_tokens(args.device)]
+    if trained and args.max_tokens_per_gpu is not None:
+        rooms.append(args.max_tokens_per_gpu * args.context_parallel_size)
     limits = [room - max_response_len for room in rooms if room is not None]
     if args.rollout_max_prompt_len is not None:
         limits.append(args.rollout_max_prompt_len)
-    return min(limits)
+    return min(limits, default=None)
 
 
 def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -360,6 +357,7 @@ def _share(samples: Sequence[Sample], status: SampleStatus) -> float:
 
 
 def create_rollout_manager(args: Args, engines: list[Any]) -> Any:
-    """The manager as a Ray actor; it takes no device."""
+    """The manager as a Ray actor; it takes no device, but must know which kind the engines have."""
     env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    args = args.replace(source="cluster", device=device_kind(args))
     return ray.remote(RolloutManager).options(num_cpus=0, runtime_env={"env_vars": env}).remote(args, engines)

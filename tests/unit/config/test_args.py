@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from miles.config import GROUPS, Args
-from miles.config.groups import fields_of
+from miles.config.groups import fields_of, flag_of
 
 
 def test_assignment_to_a_setting_raises() -> None:
@@ -232,3 +232,42 @@ def test_default_in_a_file_is_not_the_users_wish_but_a_flag_is() -> None:
     assert (args.is_user_set("gamma"), args.is_user_set("lambd")) == (False, True)
     assert not args.is_user_set("critic_lambd")
     assert Args.from_values({"gamma": 1.0}, {"gamma": "flag"}).is_user_set("gamma")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "followed"),
+    [
+        ({"lr": 1e-3}, "critic_lr", 1e-3),
+        ({"ratio_correction": "mis", "mis_high": 4.0}, "mis_low", 0.25),
+        ({"rollout_batch_size": 4, "n_samples_per_prompt": 2}, "global_batch_size", 8),
+        ({"advantage_estimator": "grpo"}, "use_critic", False),
+    ],
+)
+def test_value_in_a_file_that_would_follow_anyway_is_not_the_users_wish(
+    settings: dict[str, Any], field: str, followed: Any
+) -> None:
+    def given(value: Any) -> bool:
+        values = settings | {field: value}
+        return Args.from_values(values, dict.fromkeys(values, "file:x")).is_user_set(field)
+
+    assert not given(followed)
+    assert given(not followed if isinstance(followed, bool) else followed * 2)
+
+
+def test_null_takes_back_the_users_wish() -> None:
+    assert not Args.from_values({"load": None}, {"load": "flag"}).is_user_set("load")
+    assert Args.from_values({"mis_veto": None}, {"mis_veto": "flag"}).is_user_set("mis_veto")
+
+
+def test_engine_cache_is_sglangs_choice_on_a_gpu_alone() -> None:
+    unset, stated = Args.build(), Args.build(sglang_max_total_tokens=512)
+    assert [unset.engine_cache_tokens(device) for device in ("cpu", "cuda")] == [32768, None]
+    assert [stated.engine_cache_tokens(device) for device in ("cpu", "cuda")] == [512, 512]
+
+
+def test_flag_of_a_critic_is_its_own_where_it_has_one() -> None:
+    fields = ("lr_warmup_iters", "save", "tensor_model_parallel_size", "context_parallel_size")
+    assert [flag_of(field, "critic") for field in fields] == [
+        *("--critic-lr-warmup-iters", "--critic-save", "--critic-tensor-model-parallel-size"),
+        "--context-parallel-size",
+    ]

@@ -73,7 +73,7 @@ def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_fla
         [
             *as_flags(online),
             *("--rollout-stop-token-ids", "3", "4"),
-            *("--value-reward-range", "-1", "0.5"),
+            *("--value-loss-type", "classification", "--value-reward-range", "-1", "0.5"),
             "--sglang-extra-args=--cuda-graph-bs=1,2",
             '--sglang-extra-args=--json={"a": [1]}',
         ]

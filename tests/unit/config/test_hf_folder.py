@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles.config.hf_folder import INDEX_FILE, inspect_hf_folder
+from miles.config.hf_folder import INDEX_FILE, inspect_hf_folder, read_model_config
 
 
 def test_whole_folder_is_described(hf_folder: Path) -> None:
@@ -27,6 +27,7 @@ def test_nested_text_config_is_read(hf_folder: Path) -> None:
     config = json.loads((hf_folder / "config.json").read_text())
     (hf_folder / "config.json").write_text(json.dumps({"model_type": "wrapped", "text_config": config}))
     assert inspect_hf_folder(hf_folder).number("num_hidden_layers") == 2
+    assert read_model_config(hf_folder) == config
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,52 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"load": "/no/folder"}, "--load /no/folder: no such folder"),
     ({"critic_load": "/no/folder"}, "--critic-load /no/folder: no such folder"),
-    ({"value_reward_range": (1.0, 1.0)}, "--value-reward-range 1.0 1.0: the lower end must be below the upper"),
+    (
+        {"value_loss_type": "classification", "value_reward_range": (1.0, 1.0)},
+        "--value-reward-range 1.0 1.0: the lower end must be below the upper",
+    ),
     (
         {"value_loss_type": "classification", "value_num_bins": 1},
         "--value-num-bins 1: classification needs at least 2",
     ),
+    *(
+        ({name: value}, f"--{name.replace('_', '-')} has no effect with --value-loss-type mse")
+        for name, value in (
+            ("value_num_bins", 51),
+            ("value_reward_range", (0.0, 2.0)),
+            ("value_target_type", "two_hot"),
+            ("hl_gauss_sigma_ratio", 1.0),
+        )
+    ),
+    (
+        {"value_loss_type": "classification", "value_target_type": "two_hot", "hl_gauss_sigma_ratio": 1.0},
+        "--hl-gauss-sigma-ratio has no effect with --value-target-type two_hot",
+    ),
+    (
+        {"value_loss_type": "classification", "value_clip": 0.1},
+        "--value-clip has no effect with --value-loss-type classification",
+    ),
+    (
+        {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "micro_batch_size": 2},
+        "--micro-batch-size has no effect with --use-dynamic-batch-size",
+    ),
+    (
+        {"lr_decay_style": "cosine", "lr_warmup_iters": 3},
+        "--lr-warmup-iters 3 must be below the 3 optimizer steps of the run",
+    ),
+    (
+        {"lr_decay_style": "cosine", "num_critic_epochs": 2, "critic_lr_warmup_iters": 6},
+        "--critic-lr-warmup-iters 6 must be below the 6 optimizer steps of the run",
+    ),
+    (
+        {"lr_decay_style": "linear", "canary_one_step": True, "lr_warmup_iters": 1},
+        "--lr-warmup-iters 1 must be below the 1 optimizer steps of the run",
+    ),
+    (
+        {"critic_value_eval_report": "report.json"},
+        "--critic-value-eval-report speaks of the critic in --critic-load, which is not given",
+    ),
+    ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy, which gives nothing to train on"),
     *(
         ({name: None}, f"online training needs --{name.replace('_', '-')}")
         for name in (
@@ -123,7 +164,16 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"custom_rm_path": "/no/rm.py:f"}, "--custom-rm-path /no/rm.py:f: no such file /no/rm.py"),
     ({"eval_interval": 1}, "--eval-prompt-data and --eval-interval must be given together"),
-    ({"eval_sampling": ["a:top_p=1"]}, "--eval-sampling has no effect without --eval-prompt-data"),
+    *(
+        ({name: value}, f"--{name.replace('_', '-')} has no effect without --eval-prompt-data")
+        for name, value in (
+            ("eval_sampling", ["a:top_p=1"]),
+            ("eval_temperature", 0.5),
+            ("n_samples_per_eval_prompt", 2),
+            ("eval_max_response_len", 4),
+            ("eval_max_prompts", 4),
+        )
+    ),
     ({"advantage_estimator": "/no/mine.py:f"}, "--advantage-estimator /no/mine.py:f: no such file /no/mine.py"),
     (
         {"dynamic_sampling_filter_path": "/no/f.py:f"},
@@ -134,7 +184,7 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ({"gae_adaptive_alpha": 2.0}, "--gae-adaptive-alpha has no effect with --advantage-estimator gae"),
     (
         {"advantage_estimator": "gae_adaptive", "lambd": 0.9},
-        "--lambd has no effect with --gae-adaptive-mode adaptive",
+        "--lambd is not read by the actor with --gae-adaptive-mode adaptive; the critic's is --critic-lambd",
     ),
     ({"advantage_estimator": "grpo", "critic_lr": 1e-5}, "--critic-lr has no effect without a critic"),
     ({"advantage_estimator": "grpo", "num_critic_epochs": 2}, "--num-critic-epochs has no effect without a critic"),
@@ -155,6 +205,7 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         {"ratio_correction": "icepop", "mis_veto": 1e-3},
         "--mis-veto has no effect with --ratio-correction icepop",
     ),
+    ({"ratio_correction": "mis", "mis_low": 0.1}, "--mis-low has no effect with --mis-mode truncate"),
     (
         {"policy_objective": "sao_dis", "use_rollout_logprobs": True, "use_opsm": True},
         "--policy-objective sao_dis weighs tokens itself: --use-opsm excludes it",
@@ -189,9 +240,12 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ({"kl_coef": 0.1, "ref_load": "/no/ref"}, "--ref-load /no/ref: no such folder"),
     ({"kl_coef": 0.1, "kl_target": 0.2}, "--kl-target has no effect with --kl-controller fixed"),
     ({"kl_controller": "adaptive"}, "--kl-controller adaptive adapts --kl-coef, which must be above 0"),
-    (
-        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2", "use_unbiased_kl": True},
-        "--use-unbiased-kl weighs k3: --kl-loss-type k2 does not go with it",
+    *(
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind, "use_unbiased_kl": True},
+            f"--use-unbiased-kl weighs k3: --kl-loss-type {kind} does not go with it",
+        )
+        for kind in ("k2", "low_var_kl")
     ),
     (
         {"sao_online_recipe": "coding"},
@@ -203,7 +257,23 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         {"dynamic_sampling_filter_path": "miles.rollout.filters:nonzero_reward_std", "over_sampling_batch_size": 3},
         "--over-sampling-batch-size 3 is below --rollout-batch-size 4",
     ),
-    ({"rollout_only": True, "resume": True}, "--resume has no effect with --rollout-only, which trains nothing"),
+    *(
+        (
+            {"rollout_only": True, "save": None, name: value},
+            f"--{name.replace('_', '-')} has no effect with --rollout-only, which",
+        )
+        for name, value in (
+            ("resume", True),
+            ("load", "."),
+            ("critic_load", "."),
+            ("save", "actor"),
+            ("eval_max_prompts", 4),
+            ("lr", 1e-6),
+            ("gamma", 0.5),
+            ("check_weight_sync", "always"),
+            ("max_restarts", 0),
+        )
+    ),
     ({"fault_injection": ["actor@1"]}, "--fault-injection actor@1: expected STAGE@STEP=ACTION"),
     ({"fault_injection": ["lunch@1=kill_driver"]}, "--fault-injection lunch@1=kill_driver: unknown stage 'lunch'"),
     ({"fault_injection": ["actor@1=dance"]}, "--fault-injection actor@1=dance: unknown action 'dance'"),
@@ -234,7 +304,7 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         "--rollout-max-prompt-len 60 + --rollout-max-response-len 8 exceed the model's max_position_embeddings 64",
     ),
     (
-        {"sglang_max_total_tokens": 16, "rollout_max_prompt_len": 9},
+        {"sglang_max_total_tokens": 16, "rollout_max_prompt_len": 9, "device": "cuda"},
         "--sglang-max-total-tokens 16 cannot hold one prompt of 9 and its response of 8 tokens",
     ),
     (
@@ -272,6 +342,68 @@ def test_rollouts_that_are_loaded_need_neither_prompts_nor_reward(online: dict[s
     assert line == "--custom-rm-path has no effect with --load-rollouts, which starts no engine"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rollout_num_gpus", 1),
+        ("sglang_max_restarts", 0),
+        ("rm_timeout_s", 9.0),
+        ("rollout_seed", 1),
+        ("eval_top_p", 0.5),
+    ],
+)
+def test_setting_of_the_engines_is_refused_where_rollouts_are_loaded(
+    online: dict[str, Any], tmp_path: Path, name: str, value: Any
+) -> None:
+    del online["prompt_data"], online["custom_rm_path"]
+    online["load_rollouts"] = str(tmp_path)
+    (line,) = problems(online | {name: value}, "train")
+    assert line == f"--{name.replace('_', '-')} has no effect with --load-rollouts, which starts no engine"
+    # A file may serve runs that sample, too.
+    sources = dict.fromkeys(online, "flag") | {name: "file:shared.yaml"}
+    check(Args.from_values(online | {name: value}, sources), entry="train")
+
+
+def test_evaluation_of_a_file_is_refused_where_rollouts_are_loaded(online: dict[str, Any], tmp_path: Path) -> None:
+    settings = online | {"load_rollouts": str(tmp_path), "eval_interval": 1}
+    settings["eval_prompt_data"] = [str(tmp_path / "heldout.jsonl")]
+    with pytest.raises(ValueError, match=r"^--eval-prompt-data has no effect with --load-rollouts"):
+        check(Args.from_values(settings, dict.fromkeys(settings, "file:run.yaml")), entry="train")
+
+
+def test_training_settings_of_a_file_are_left_aside_where_rollouts_are_only_sampled(online: dict[str, Any]) -> None:
+    settings = online | {"lr": 1e-3, "gamma": 0.5, "micro_batch_size": 2, "rollout_only": True}
+    check(Args.from_values(settings, dict.fromkeys(settings, "file:run.yaml")), entry="train")
+    settings["load"] = "."
+    with pytest.raises(ValueError, match=r"^--load has no effect with --rollout-only, which samples from"):
+        check(Args.from_values(settings, dict.fromkeys(settings, "file:run.yaml")), entry="train")
+
+
+def test_greedy_rollouts_may_be_sampled_alone(online: dict[str, Any]) -> None:
+    assert problems(online | {"rollout_only": True, "save": None, "rollout_temperature": 0.0}, "train") == []
+
+
+def test_head_that_the_contract_states_may_be_stated_too(online: dict[str, Any]) -> None:
+    """Which loss it goes with is the contract's to say."""
+    assert problems(online | {"critic_load": ".", "value_num_bins": 51}, "train") == []
+
+
+def test_derived_bound_of_a_resolved_file_is_no_complaint(online: dict[str, Any]) -> None:
+    settings = online | {"ratio_correction": "mis", "mis_low": 0.5, "mis_high": 2.0}
+    check(Args.from_values(settings, dict.fromkeys(settings, "file:config.yaml")), entry="train")
+
+
+@pytest.mark.parametrize(("device", "lines"), [("cpu", 1), ("auto", 0), ("cuda", 0)])
+def test_engine_cache_bounds_lengths_where_its_size_is_known(
+    online: dict[str, Any], hf_folder: Path, device: str, lines: int
+) -> None:
+    config = json.loads((hf_folder / "config.json").read_text())
+    (hf_folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 17}))
+    found = problems(online | {"rollout_max_response_len": 32768, "device": device}, "train")
+    complaint = "--sglang-max-total-tokens 32768 cannot hold one prompt of 1 and its response of 32768 tokens"
+    assert found == [complaint] * lines
+
+
 def test_dynamic_global_batch_needs_dynamic_batches_and_one_step(online: dict[str, Any]) -> None:
     lines = problems(online | {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 2}, "train")
     assert [line.split()[0] for line in lines] == ["--use-dynamic-global-batch-size"] * 2
@@ -295,17 +427,41 @@ OFFLINE: list[tuple[dict[str, Any], str]] = [
             ("rollout_temperature", 0.5),
             ("resume", True),
             ("ref_load", "."),
+            ("rollout_num_gpus", 1),
+            ("rollout_num_gpus_per_engine", 1),
+        )
+    ),
+    (
+        {"lr_warmup_iters": 5},
+        "--lr-warmup-iters has no effect in value pretraining: a critic's warm-up is --critic-lr-warmup-iters",
+    ),
+    *(
+        ({name: value, own: value}, f"--{name.replace('_', '-')} has no effect in value pretraining beside --critic-")
+        for name, own, value in (
+            ("lr", "critic_lr", 1e-3),
+            ("lr_warmup_iters", "critic_lr_warmup_iters", 2),
+            ("actor_num_gpus_per_node", "critic_num_gpus_per_node", 2),
+            ("pipeline_model_parallel_size", "critic_pipeline_model_parallel_size", 1),
         )
     ),
     ({"critic_save": None}, "value pretraining needs --critic-save, the folder for the critic and its contract"),
     ({"canary_one_step": True}, "--canary-one-step belongs to online training"),
-    (
-        {"value_pretrain_eval_report": "r.json"},
-        "--value-pretrain-eval-report has no effect without --value-pretrain-eval-only",
+    *(
+        ({name: value}, f"--{name.replace('_', '-')} has no effect without --value-pretrain-eval-only")
+        for name, value in (
+            ("value_pretrain_eval_report", "r.json"),
+            ("value_pretrain_eval_num_batches", 2),
+            ("value_pretrain_eval_split", "heldout"),
+            ("value_gate_max_bias", 0.1),
+        )
     ),
     (
-        {"value_pretrain_eval_num_batches": 2},
-        "--value-pretrain-eval-num-batches has no effect without --value-pretrain-eval-only",
+        {"lr_decay_style": "cosine", "num_rollout": 2, "critic_lr_warmup_iters": 2},
+        "--critic-lr-warmup-iters 2 must be below the 2 optimizer steps of the run",
+    ),
+    (
+        {"lr_decay_style": "cosine", "min_lr": 2e-6},
+        "--min-lr 2e-06 is above the peak learning rate 1e-06 of the critic",
     ),
     (
         {"critic_num_gpus_per_node": 3},
@@ -389,6 +545,31 @@ def test_flags_of_the_other_program_are_accepted_from_a_shared_file(online: dict
     settings = online | {"value_pretrain_epochs": 3, "value_gate_max_bias": 0.1}
     sources = dict.fromkeys(settings, "file:shared.yaml")
     check(Args.from_values(settings, sources), entry="train")
+
+
+def test_settings_of_online_training_in_a_shared_file_are_not_value_pretrainings(offline: dict[str, Any]) -> None:
+    shared = {"rollout_num_gpus": 4, "num_critic_epochs": 2, "value_clip": 0.1, "critic_lr": 1e-5, "lr": 1e-6}
+    shared |= {"lr_warmup_iters": 5, "critic_lr_warmup_iters": 2, "micro_batch_size": 2}
+    settings = offline | shared
+    check(Args.from_values(settings, dict.fromkeys(settings, "file:shared.yaml")), entry="train_value")
+
+
+def test_global_batch_is_not_that_of_the_rollouts_in_a_shared_file(offline: dict[str, Any]) -> None:
+    settings = offline | {"rollout_batch_size": 8, "global_batch_size": None}
+    with pytest.raises(ValueError, match=r"^value pretraining needs --global-batch-size$"):
+        check(Args.from_values(settings, dict.fromkeys(settings, "file:shared.yaml")), entry="train_value")
+
+
+def test_command_that_trained_a_critic_may_be_repeated_to_judge_it(
+    evaluation: dict[str, Any], offline: dict[str, Any]
+) -> None:
+    repeated: dict[str, Any] = {"lr": 1e-3, "value_pretrain_epochs": 5, "lr_decay_style": "cosine"}
+    repeated |= {"critic_save": offline["critic_save"], "save_interval": 2}
+    assert problems(evaluation | repeated, "train_value") == []
+
+
+def test_training_may_say_that_it_reads_the_train_split(offline: dict[str, Any]) -> None:
+    assert problems(offline | {"value_pretrain_eval_split": "train"}, "train_value") == []
 
 
 def test_sequence_parallel_actor_beside_a_critic_of_one_tensor_rank_is_accepted(online: dict[str, Any]) -> None:
@@ -516,7 +697,8 @@ def test_layout_that_the_model_cannot_be_split_into_is_refused(
 
 
 def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
-    args = Args.build(**online, bf16=True, device="cpu", n_samples_per_eval_prompt=4)
+    heldout = {"eval_prompt_data": online["prompt_data"], "eval_interval": 1, "n_samples_per_eval_prompt": 4}
+    args = Args.build(**online, **heldout, bf16=True, device="cpu")
     bf16, greedy = check(args, entry="train")
     assert bf16.startswith("--bf16 on a CPU")
     assert "--eval-temperature 0" in greedy

@@ -43,6 +43,13 @@ def test_line_that_is_no_object_left_to_the_reader(args_with: Any) -> None:
     check_rollout_inputs(args_with([[1, 2], {"prompt": "1 + 1 ="}]))
 
 
+def test_kept_rollout_that_is_missing_refused(tmp_path: Path) -> None:
+    (tmp_path / "rollout_000000.jsonl").write_text("")
+    check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
+    with pytest.raises(ValueError, match=r"no rollout_000001.jsonl, which --num-rollout 2 needs"):
+        check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=2))
+
+
 def test_reward_function_that_cannot_be_imported_refused(args_with: Any, tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("import there_is_no_such_module\n")
