@@ -77,9 +77,15 @@ def create_value_pretraining_group(args: Args) -> RayTrainGroup:
     what a killed run left between saving and publishing.
     """
     placement = create_placement(args, {"critic": args.world_size("critic")})
-    return RayTrainGroup(
-        contracted_critic(args), role="critic", placement=placement, forward_only=args.value_pretrain_eval_only
-    )
+    args = one_update_a_step(contracted_critic(args))
+    return RayTrainGroup(args, role="critic", placement=placement, forward_only=args.value_pretrain_eval_only)
+
+
+def one_update_a_step(args: Args) -> Args:
+    """Settings whose schedule has one update for each step of the batch plan, whatever a file says that serves online
+    training too.
+    """
+    return args.replace(source="value pretraining", num_critic_epochs=1, num_steps_per_rollout=1)
 
 
 def contracted_critic(args: Args) -> Args:
