@@ -6,7 +6,9 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from miles.config.groups import flag_of
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 VOCAB_MULTIPLE = 128
@@ -51,17 +53,19 @@ class Architecture:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def check_layout(self, *, tensor_size: int, pipeline_size: int) -> None:
-        """Raise ValueError, naming the field, where the model cannot be split this way."""
+    def check_layout(
+        self, *, tensor_size: int, pipeline_size: int, role: Literal["actor", "critic"] = "actor"
+    ) -> None:
+        """Raise ValueError, naming the role's flag and the field, where the model cannot be split this way."""
         for field in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             if getattr(self, field) % tensor_size:
                 raise ValueError(
-                    f"--tensor-model-parallel-size {tensor_size} does not divide "
+                    f"{flag_of('tensor_model_parallel_size', role)} {tensor_size} does not divide "
                     f"the model's {field} {getattr(self, field)}"
                 )
         if self.num_layers % pipeline_size:
             raise ValueError(
-                f"--pipeline-model-parallel-size {pipeline_size} does not divide "
+                f"{flag_of('pipeline_model_parallel_size', role)} {pipeline_size} does not divide "
                 f"the model's num_layers {self.num_layers}"
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,6 +15,8 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from miles.config.groups import flag_of
 
 
 def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
@@ -32,11 +34,11 @@ def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def schedule_length(args: Any, *, passes: int = 1) -> int:
-    """Optimizer steps over which the learning rate decays.
+def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") -> int:
+    """Optimizer steps over which the learning rate decays; a critic goes `num_critic_epochs` times over each rollout.
 
     Args:
-        passes: optimizer passes over the samples of each rollout (`num_critic_epochs` for an online critic).
+        args: the role's own settings.
 
     Raises:
         ValueError: A decaying style without a length, or a warm-up that does not end before it.
@@ -47,14 +49,16 @@ def schedule_length(args: Any, *, passes: int = 1) -> int:
     if steps is None:
         if args.num_rollout is None:
             raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
+        passes = args.num_critic_epochs if role == "critic" else 1
         steps = args.num_rollout * args.num_steps_per_rollout * passes
     if steps <= args.lr_warmup_iters:
-        raise ValueError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below the schedule's {steps} steps")
+        flag = flag_of("lr_warmup_iters", role)
+        raise ValueError(f"{flag} {args.lr_warmup_iters} must be below the schedule's {steps} steps")
     return steps
 
 
 def build_optimizer(
-    model: DistributedDataParallel, args: Any, *, passes: int = 1
+    model: DistributedDataParallel, args: Any, *, role: Literal["actor", "critic"] = "actor"
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay (none on biases and norms), plain or distributed, and its schedule.
 
@@ -69,8 +73,8 @@ def build_optimizer(
         # Over torch's AdamW it resumes wrongly (see cpu_compat), and nothing of Megatron is patched on a GPU.
         raise ValueError("--use-distributed-optimizer on a GPU needs Transformer Engine or apex installed")
     if args.min_lr > args.lr:
-        raise ValueError(f"--min-lr {args.min_lr} is above the peak learning rate {args.lr}")
-    steps = schedule_length(args, passes=passes)
+        raise ValueError(f"--min-lr {args.min_lr} is above the peak learning rate {args.lr} of the {role}")
+    steps = schedule_length(args, role=role)
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,

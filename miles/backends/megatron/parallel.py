@@ -7,12 +7,13 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch.distributed as dist
 
 from miles.backends.megatron.device import Device
+from miles.config.groups import flag_of
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,20 @@ class ParallelState:
 
 
 def check_layout(
-    *, world_size: int, tensor_size: int, pipeline_size: int, context_size: int, sequence_parallel: bool
+    *,
+    world_size: int,
+    tensor_size: int,
+    pipeline_size: int,
+    context_size: int,
+    sequence_parallel: bool,
+    role: Literal["actor", "critic"] = "actor",
 ) -> None:
-    """Raise ValueError where `world_size` ranks cannot form the asked for layout."""
+    """Raise ValueError, naming the role's flag, where `world_size` ranks cannot form the asked for layout."""
+    tensor_flag = flag_of("tensor_model_parallel_size", role)
     sizes = {
-        "--tensor-model-parallel-size": tensor_size,
-        "--pipeline-model-parallel-size": pipeline_size,
-        "--context-parallel-size": context_size,
+        tensor_flag: tensor_size,
+        flag_of("pipeline_model_parallel_size", role): pipeline_size,
+        flag_of("context_parallel_size", role): context_size,
     }
     for flag, size in sizes.items():
         if size < 1:
@@ -89,7 +97,7 @@ def check_layout(
         asked = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
         raise ValueError(f"{world_size} ranks cannot hold {asked}: the product must divide the number of ranks")
     if sequence_parallel and tensor_size == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
+        raise ValueError(f"--sequence-parallel needs {tensor_flag} of at least 2")
 
 
 def initialize_parallel(
@@ -105,6 +113,7 @@ def initialize_parallel(
     sequence_parallel: bool = False,
     seed: int = 1234,
     timeout_s: float = 600.0,
+    role: Literal["actor", "critic"] = "actor",
 ) -> ParallelState:
     """Start torch.distributed and Megatron's model parallel groups, once per process.
 
@@ -114,6 +123,7 @@ def initialize_parallel(
         tensor_size, pipeline_size, context_size: Sizes; the rest of the ranks are data parallel.
         seed: Seeds the generators of torch, NumPy, Python and Megatron's model parallelism, which checkpoints hold.
         timeout_s: Seconds after which a collective that a rank does not join fails.
+        role: Whose flags a message names.
 
     Raises:
         ValueError: The sizes do not fit the number of ranks.
@@ -124,6 +134,7 @@ def initialize_parallel(
         pipeline_size=pipeline_size,
         context_size=context_size,
         sequence_parallel=sequence_parallel,
+        role=role,
     )
     device.activate()
     if not device.is_cuda and master_addr in ("127.0.0.1", "localhost"):

@@ -27,6 +27,7 @@ from miles.backends.weight_group import (
     join_weight_group,
     leave_weight_group,
 )
+from miles.config.groups import flag_of
 from miles.value_evaluation import build_rank_report
 
 WorkerRole = Literal["actor", "critic", "sft"]
@@ -69,7 +70,9 @@ class MegatronWorker:
         self.device = Device.from_args(self.args)
         architecture = Architecture.from_hf(self.args.hf_checkpoint)
         architecture.check_layout(
-            tensor_size=self.args.tensor_model_parallel_size, pipeline_size=self.args.pipeline_model_parallel_size
+            tensor_size=self.args.tensor_model_parallel_size,
+            pipeline_size=self.args.pipeline_model_parallel_size,
+            role=self.role,
         )
         self._hf_architecture = architecture
         self.architecture = architecture.untied() if self.role == "critic" else architecture
@@ -84,6 +87,7 @@ class MegatronWorker:
             context_size=self.args.context_parallel_size,
             sequence_parallel=self.args.sequence_parallel,
             seed=self.args.seed,
+            role=self.role,
         )
         self._weight_group: dist.ProcessGroup | None = None
 
@@ -171,9 +175,7 @@ class MegatronWorker:
         self._train_stepper = None
         if not forward_only:
             wrapped = wrap_data_parallel(self.model, args)
-            self.optimizer, self.scheduler = build_optimizer(
-                wrapped, args, passes=args.num_critic_epochs if critic else 1
-            )
+            self.optimizer, self.scheduler = build_optimizer(wrapped, args, role=self.role)
             self._wrapped = wrapped
             self._train_stepper = self._make_stepper(Stepper, wrapped)
             self._connect_schedule()
@@ -372,8 +374,7 @@ class MegatronWorker:
         from miles.backends.megatron.checkpoint import save_checkpoint
 
         if self.args.save is None:
-            flag = "--save" if self.role == "actor" else "--critic-save"
-            raise ValueError(f"{flag} is missing: there is nowhere to save to")
+            raise ValueError(f"{flag_of('save', self.role)} is missing: there is nowhere to save to")
         return str(save_checkpoint(self.args.save, self._state, iteration=iteration))
 
     def export_hf(self, path: str | Path) -> str | None:

@@ -94,6 +94,12 @@ def test_layout_that_does_not_divide_the_model_is_refused_by_field(
         )
 
 
+def test_layout_that_a_critic_cannot_have_is_refused_by_its_own_flag(model_folder: Callable[..., str]) -> None:
+    architecture = Architecture.from_hf(model_folder("llama", tied=True))
+    with pytest.raises(ValueError, match=r"^--critic-pipeline-model-parallel-size 4 does not divide"):
+        architecture.check_layout(tensor_size=1, pipeline_size=4, role="critic")
+
+
 @pytest.mark.parametrize("keep", [4, 40, -1])
 def test_weights_truncated_file_is_refused_by_name(keep: int, copy: Callable[[str], Path]) -> None:
     path = copy("llama") / "model.safetensors"

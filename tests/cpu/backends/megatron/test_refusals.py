@@ -1,0 +1,25 @@
+"""Settings that a rank refuses name the flags of its role."""
+
+import pytest
+
+from miles.backends.megatron.optimizer import schedule_length
+from miles.backends.megatron.parallel import check_layout
+from miles.config import Args
+
+
+def test_warm_up_as_long_as_the_schedule_is_refused_by_the_roles_own_flag() -> None:
+    """3 rollouts: 3 steps of the actor, 6 of a critic that goes over each twice."""
+    settings = {"lr_decay_style": "cosine", "num_rollout": 3, "num_critic_epochs": 2}
+    args = Args.build(**settings, lr_warmup_iters=3)
+    assert schedule_length(args, role="critic") == 6
+    with pytest.raises(ValueError, match=r"^--lr-warmup-iters 3 must be below the schedule's 3 steps"):
+        schedule_length(args, role="actor")
+    with pytest.raises(ValueError, match=r"^--critic-lr-warmup-iters 6 must be below the schedule's 6 steps"):
+        schedule_length(Args.build(**settings, lr_warmup_iters=6), role="critic")
+
+
+def test_layout_that_the_ranks_cannot_form_is_refused_by_the_roles_own_flags() -> None:
+    sizes = {"world_size": 3, "tensor_size": 2, "pipeline_size": 1, "context_size": 1, "sequence_parallel": False}
+    check_layout(**(sizes | {"world_size": 4}))
+    with pytest.raises(ValueError, match=r"3 ranks cannot hold --critic-tensor-model-parallel-size 2 x --critic-pipe"):
+        check_layout(**sizes, role="critic")
