@@ -6,6 +6,7 @@ if __name__ == "__main__":
     end_in_one_line("train_value.py")
 
 from miles.config import Args
+from miles.config.hf_folder import inspect_hf_folder
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
@@ -15,6 +16,7 @@ from miles.value_pretraining import (
     ValuePretrainPlan,
     check_critic_listing,
     check_loaded_iterations,
+    check_some_token_ids,
     objective_args,
     prepare_value_pretraining,
 )
@@ -43,13 +45,21 @@ if __name__ == "__main__":
         )
         if settings.critic_load is not None and value_plan.resume is not None:
             check_critic_listing(settings.critic_load, value_plan.resume)
+        assert settings.hf_checkpoint is not None
+        check_some_token_ids(
+            value_plan.dataset,
+            vocab_size=inspect_hf_folder(settings.hf_checkpoint).config["vocab_size"],
+            model=settings.hf_checkpoint,
+        )
         settings = settings.replace(source="manifest", **objective_args(value_plan.manifest.objective))
         # Ray comes only now: everything above is refused within a second or two.
         from miles.ray.cluster import check_devices_can_be_had
         from miles.ray.program import run_program
 
         check_devices_can_be_had(settings)
-        update_run_json(create_run_folder(settings, entry="train_value"), value_data=value_plan.data_record())
+        # What an earlier start made is not what this one will have made.
+        facts = {"value_data": value_plan.data_record(), "value_pretraining": None}
+        update_run_json(create_run_folder(settings, entry="train_value"), **facts)
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train_value.py: {mistake}") from None
     run_program("train_value.py", main(settings, value_plan))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 from array import array
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles.config.groups import flag_of
 from miles.contracts.artifact import check_checkpoint_listing
 from miles.contracts.canonical import parse_strict_json, require_int
 from miles.contracts.chain import iteration_folder, prune_link_records, write_link_record
@@ -48,6 +50,8 @@ from miles.value_evaluation import refuse_existing_report, select_mixed_label_ba
 if TYPE_CHECKING:
     from miles.data.value_index import ValueIndex
 
+logger = logging.getLogger(__name__)
+
 __all__ = [
     "VALUE_PRETRAIN_CONTRACT_NAME",
     "VALUE_PRETRAIN_CONTRACT_SCHEMA",
@@ -62,6 +66,8 @@ __all__ = [
     "check_loaded_iterations",
     "check_online_contract",
     "check_parallel_layout",
+    "check_some_token_ids",
+    "check_token_ids",
     "contract_sha256",
     "load_and_check_resume",
     "load_value_pretrain_contract",
@@ -70,6 +76,7 @@ __all__ = [
     "parse_value_row",
     "prepare_value_pretraining",
     "refuse_canary_over_contract",
+    "refuse_start_over_contract",
     "value_pretrain_num_steps",
     "write_value_pretrain_contract",
 ]
@@ -140,7 +147,7 @@ class ValuePretrainDataset:
             sample_id = self.get(row).sample_id
             if sample_id in first:
                 raise ValueError(
-                    f"{self._location(row)}: duplicate sample_id {sample_id!r}, first at line "
+                    f"{self.location(row)}: duplicate sample_id {sample_id!r}, first at line "
                     f"{self._line_number(self._offset(first[sample_id]))}"
                 )
             first[sample_id] = row
@@ -164,7 +171,8 @@ class ValuePretrainDataset:
                 lines += chunk.count(b"\n")
         return lines
 
-    def _location(self, row: int) -> str:
+    def location(self, row: int) -> str:
+        """Return `path:line` of a row."""
         return f"{self.spec.path}:{self._line_number(self._offset(row))}"
 
     def get(self, index: int) -> ValueSample:
@@ -332,7 +340,7 @@ def load_and_check_resume(
     Args:
         critic_load: critic folder, or None.
         eval_only: evaluation needs a contract, applies the digest pin, and leaves the batch plan free.
-        expected_sha256: `--critic-value-pretrain-contract-sha256`; used by evaluation only.
+        expected_sha256: `--critic-value-pretrain-contract-sha256`; training warns where it differs.
 
     Returns:
         The resume point, or None for a fresh critic.
@@ -364,7 +372,16 @@ def load_and_check_resume(
                 f"critic resume checkpoint {words}: {field} is {contract[field]} in {contract_path(critic_load)}, "
                 f"this run has {expected}"
             )
-    return ResumePoint(contract, hashlib.sha256(contract_bytes(contract)).hexdigest())
+    digest = hashlib.sha256(contract_bytes(contract)).hexdigest()
+    if expected_sha256 not in (None, digest):
+        # Every save publishes a newer contract, so a command line that is started again cannot name it.
+        logger.warning(
+            "%s has SHA-256 %s, not the pinned %s: training goes on",
+            contract_path(critic_load),
+            digest,
+            expected_sha256,
+        )
+    return ResumePoint(contract, digest)
 
 
 def refuse_canary_over_contract(critic_save: str | os.PathLike[str]) -> None:
@@ -372,6 +389,19 @@ def refuse_canary_over_contract(critic_save: str | os.PathLike[str]) -> None:
     path = contract_path(critic_save)
     if os.path.lexists(path):
         raise ValueError(f"one-step value-pretraining canary output already contains a production contract: {path}")
+
+
+def refuse_start_over_contract(
+    critic_save: str | os.PathLike[str], *, critic_load: str | os.PathLike[str] | None
+) -> None:
+    """Refuse to train anything else into a folder that holds a contracted critic than that critic itself."""
+    path = contract_path(critic_save)
+    same = critic_load is not None and Path(critic_load).resolve() == Path(critic_save).resolve()
+    if os.path.lexists(path) and not same:
+        raise ValueError(
+            f"--critic-save {critic_save} already holds a critic with a contract, which would be overwritten: "
+            f"continue it with --critic-load {critic_save}, or name another folder"
+        )
 
 
 def check_parallel_layout(
@@ -450,6 +480,8 @@ def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePr
         raise ValueError("value pretraining requires --critic-save, the folder for the critic and its contract")
     if args.value_pretrain_canary_one_step and not eval_only:
         refuse_canary_over_contract(args.critic_save)
+    elif not eval_only:
+        refuse_start_over_contract(args.critic_save, critic_load=args.critic_load)
     if eval_only:
         for flag, value in (
             ("--value-pretrain-eval-report", args.value_pretrain_eval_report),
@@ -500,6 +532,34 @@ def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePr
             seed=args.seed,
         )
     return ValuePretrainPlan(manifest, dataset, resume, dp_size, num_steps, batches)
+
+
+_LOOKED_AT = 256
+
+
+def check_some_token_ids(dataset: ValuePretrainDataset, *, vocab_size: int, model: str) -> None:
+    """Look at rows spread over the data set, enough to tell another tokenizer's tokens; `check_token_ids` sees all.
+
+    Raises:
+        ValueError: as `check_token_ids`.
+    """
+    step = max(1, len(dataset) // _LOOKED_AT)
+    rows = range(0, len(dataset), step)[:_LOOKED_AT]
+    check_token_ids(dataset, dataset.build_rollout_batch(rows), vocab_size=vocab_size, model=model)
+
+
+def check_token_ids(dataset: ValuePretrainDataset, batch: Mapping[str, Any], *, vocab_size: int, model: str) -> None:
+    """Check that the model has an embedding for every token of a batch of `dataset.build_rollout_batch`.
+
+    Raises:
+        ValueError: it has not; names file and line.
+    """
+    for row, sample_id, tokens in zip(batch["sample_indices"], batch["sample_ids"], batch["tokens"], strict=True):
+        if (highest := max(tokens)) >= vocab_size:
+            raise ValueError(
+                f"{dataset.location(row)}: sample {sample_id!r} has token id {highest}, the model {model} has "
+                f"vocab_size {vocab_size}: was the data made with another tokenizer?"
+            )
 
 
 def check_loaded_iterations(loaded: Sequence[int | None], *, resume: ResumePoint | None) -> int:
@@ -561,9 +621,8 @@ def check_online_contract(
     for name, value in (stated or {}).items():
         actual = list(value) if isinstance(value, tuple) else value
         if restored[name] != actual:
-            flag = "--" + name.replace("_", "-")
             raise ValueError(
-                f"critic contract does not match the run: {flag} is {actual!r}, {where} has {restored[name]!r}"
+                f"critic contract does not match the run: {flag_of(name)} is {actual!r}, {where} has {restored[name]!r}"
             )
     return objective, ResumePoint(contract, contract_sha256(critic_load))
 
@@ -574,6 +633,11 @@ def check_passed_report(path: str, *, contract_digest: str) -> None:
         report = check_report(parse_strict_json(Path(path).read_bytes()))
     except (ValueError, OSError) as error:
         raise ValueError(f"--critic-value-eval-report {path}: {error}") from None
+    split = report["manifest"]["split"]
+    if split != "heldout":
+        raise ValueError(
+            f"--critic-value-eval-report {path}: speaks of the {split} split, a critic passes its gate on held-out rows"
+        )
     if not report["passed"]:
         raise ValueError(f"--critic-value-eval-report {path}: this critic did not pass its gate")
     if report["checkpoint"]["contract_sha256"] != contract_digest:

@@ -1,20 +1,52 @@
 """The loops of value pretraining on a critic group: one optimizer step per planned batch, or one evaluation."""
 
 import logging
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from miles.algorithms.value_losses import explained_variance_from_stats
 from miles.config import Args
+from miles.config.hf_folder import inspect_hf_folder
+from miles.contracts.chain import describe_value_pretraining
 from miles.ray.actor_group import RayTrainGroup
+from miles.ray.critic_figures import critic_figures
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.train_data_conversion import split_train_data_by_dp
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
+from miles.utils.tracking_utils.run_folder import update_run_json
 from miles.utils.tracking_utils.tracking import Tracker
 from miles.value_evaluation import build_batch_report, build_eval_report, raise_if_gate_failed, write_eval_report
-from miles.value_pretraining import VALUE_PRETRAIN_CONTRACT_NAME, ValuePretrainPlan, write_value_pretrain_contract
+from miles.value_pretraining import (
+    VALUE_PRETRAIN_CONTRACT_NAME,
+    ValuePretrainPlan,
+    check_token_ids,
+    write_value_pretrain_contract,
+)
 
 logger = logging.getLogger(__name__)
+
+
+def batch_reader(args: Args, plan: ValuePretrainPlan) -> Callable[[Sequence[int]], dict[str, list[Any]]]:
+    """Return what reads rows of the plan's data set as a column batch that the model can take."""
+    model = args.hf_checkpoint
+    assert model is not None
+    vocab_size = inspect_hf_folder(model).config["vocab_size"]
+
+    def read(rows: Sequence[int]) -> dict[str, list[Any]]:
+        batch = plan.dataset.build_rollout_batch(rows)
+        check_token_ids(plan.dataset, batch, vocab_size=vocab_size, model=model)
+        return batch
+
+    return read
+
+
+def _record_chain(args: Args, *, critic: str, report: str | None = None) -> None:
+    """Let `miles verify RUN` go on from the run to what it made."""
+    assert args.run_dir is not None
+    made = describe_value_pretraining(args.run_dir, critic_load=critic, eval_report=report)
+    update_run_json(args.run_dir, value_pretraining=made)
 
 
 async def evaluate(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, loaded: int, tracker: Tracker) -> None:
@@ -22,10 +54,10 @@ async def evaluate(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, lo
     assert plan.eval_batches is not None and plan.resume is not None and args.value_pretrain_eval_report is not None
     assert args.critic_load is not None and args.global_batch_size is not None
     assert args.value_pretrain_eval_split is not None
-    batches = []
+    batches, read_batch = [], batch_reader(args, plan)
     with progress_bar("value evaluation", total=len(plan.eval_batches)) as advance:
         for number, rows in enumerate(plan.eval_batches):
-            batch = plan.dataset.build_rollout_batch(rows)
+            batch = read_batch(rows)
             shards = split_train_data_by_dp(args, batch, dp_size=plan.dp_size)
             data = {"data_ref": shards, "sample_indices": batch["sample_indices"]}
             reports = await group.evaluate_critic(number, data)
@@ -63,6 +95,7 @@ async def evaluate(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, lo
             gate["evaluable_batches"],
         )
     logger.info("report %s, SHA-256 %s", args.value_pretrain_eval_report, digest)
+    _record_chain(args, critic=args.critic_load, report=args.value_pretrain_eval_report)
     raise_if_gate_failed(report, path=args.value_pretrain_eval_report)
     print(f"gate passed: {args.value_pretrain_eval_report} (SHA-256 {digest})")
 
@@ -72,7 +105,7 @@ async def train(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, track
 
     assert args.critic_save is not None and args.global_batch_size is not None and args.hf_checkpoint is not None
     critic_save, model_identity, global_batch_size = args.critic_save, args.hf_checkpoint, args.global_batch_size
-    canary = args.value_pretrain_canary_one_step
+    canary, read_batch = args.value_pretrain_canary_one_step, batch_reader(args, plan)
     contract = Path(critic_save) / VALUE_PRETRAIN_CONTRACT_NAME
     completed = saved = plan.resume_after
 
@@ -99,14 +132,13 @@ async def train(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, track
         for step, rows in numbered:
             if step <= plan.resume_after:
                 continue
-            batch = plan.dataset.build_rollout_batch(rows)
+            batch = read_batch(rows)
             shards = split_train_data_by_dp(args, batch, dp_size=plan.dp_size)
             metrics = await group.train(step, {"data_ref": shards, "sample_indices": batch["sample_indices"]})
             completed = step
             ev = explained_variance_from_stats(metrics)
-            named = {"value/loss": metrics["value_loss"], "value/grad_norm": metrics["grad_norm"]}
-            named |= {"value/lr": metrics["lr"]} | ({} if ev is None else {"value/explained_variance": ev})
-            tracker.log(step, "value", named)
+            figures = critic_figures([metrics]) | ({} if ev is None else {"value/explained_variance": ev})
+            tracker.log(step, "value", figures)
             advance(f"loss {metrics['value_loss']:.4f}")
             if args.save_interval is not None and step % args.save_interval == 0 and not canary:
                 await save()
@@ -121,4 +153,5 @@ async def train(args: Args, plan: ValuePretrainPlan, group: RayTrainGroup, track
         assert completed == 1 and not contract.exists(), "a canary is one step and publishes no contract"
         print(f"value canary: one step, saved under {args.critic_save}, no contract")
     else:
+        _record_chain(args, critic=critic_save)
         print(f"value pretraining: {completed} steps, contract {contract}")

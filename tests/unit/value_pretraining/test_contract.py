@@ -176,13 +176,17 @@ def test_resume_contract_that_differs_is_refused_naming_the_field(tmp_path, mani
         resume(tmp_path, other, **args)
 
 
-def test_resume_evaluation_leaves_the_batch_plan_free_and_applies_the_pin(tmp_path, manifest):
+def test_resume_evaluation_leaves_the_batch_plan_free_and_applies_the_pin(tmp_path, manifest, caplog):
     write(tmp_path, manifest)
     assert resume(tmp_path, manifest, seed=5, global_batch_size=64, eval_only=True, expected_sha256=KNOWN_DIGEST)
     with pytest.raises(ValueError, match="contract SHA-256 mismatch"):
         resume(tmp_path, manifest, eval_only=True, expected_sha256="0" * 64)
     # Training goes on from the contract that is there: it will publish a newer one anyway.
     assert resume(tmp_path, manifest, expected_sha256="0" * 64)
+    assert f"not the pinned {'0' * 64}: training goes on" in caplog.text
+    caplog.clear()
+    assert resume(tmp_path, manifest, expected_sha256=KNOWN_DIGEST)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_text("{}"), lambda p: p.symlink_to(p.parent / "nowhere")])

@@ -10,7 +10,12 @@ import pytest
 
 from miles.data.value_sample import RowReader
 from miles.value_evaluation import select_mixed_label_batches
-from miles.value_pretraining import ValuePretrainDataset, load_value_pretrain_manifest
+from miles.value_pretraining import (
+    ValuePretrainDataset,
+    check_some_token_ids,
+    check_token_ids,
+    load_value_pretrain_manifest,
+)
 
 MSE = {"loss_type": "mse"}
 
@@ -271,3 +276,16 @@ def test_dataset_changed_after_it_was_opened_is_refused_at_get(open_dataset, val
 def test_dataset_pickled_reads_the_same_rows(open_dataset, value_row):
     dataset = open_dataset([value_row(0), value_row(1)])
     assert pickle.loads(pickle.dumps(dataset)).get(1) == dataset.get(1)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused_in_the_batch_that_holds_them(open_dataset, value_row):
+    rows = [value_row(i) for i in range(600)]
+    rows[301]["tokens"][0] = 1000
+    dataset = open_dataset(rows)
+    # every second row is looked at before the start, and 301 is not among them
+    check_some_token_ids(dataset, vocab_size=1000, model="toy")
+    check_token_ids(dataset, dataset.build_rollout_batch((300, 302)), vocab_size=1000, model="toy")
+    with pytest.raises(ValueError, match=r"train.jsonl:302: sample 'sample-301' has token id 1000, the model toy"):
+        check_token_ids(dataset, dataset.build_rollout_batch((300, 301)), vocab_size=1000, model="toy")
+    with pytest.raises(ValueError, match=r"train.jsonl:1: sample 'sample-0' has token id"):
+        check_some_token_ids(dataset, vocab_size=30, model="toy")

@@ -108,6 +108,10 @@ BAD_DATA = {
     ),
     "return outside": (lines([*GOOD[:3], row(3, 2.0)]), "train.jsonl:4: classification returns must stay inside"),
     "no target": (lines([GOOD[0], row(1, 0.0, loss_mask=[0, 0]), *GOOD[2:]]), "train.jsonl:2: loss_mask must select"),
+    "another tokenizer": (
+        lines([*GOOD[:3], row(3, 1.0, tokens=[1, 2, 9, 4]), *GOOD[4:]]),
+        "train.jsonl:4: sample 'sample-3' has token id 9, the model",
+    ),
     "duplicate id": (lines([*GOOD, GOOD[2]]), "train.jsonl:9: duplicate sample_id 'sample-2', first at line 3"),
     "not UTF-8": (
         lines(GOOD).replace(b"sample-5", b"sample-\xff"),
@@ -169,6 +173,14 @@ def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
         "canary over a contract": (
             ["--value-pretrain-canary-one-step", "--critic-save", str(contract)],
             "canary output already contains a production contract",
+        ),
+        "start over a contract": (
+            ["--critic-save", str(contract)],
+            f"already holds a critic with a contract, which would be overwritten: continue it with --critic-load {contract}",
+        ),
+        "another critic over a contract": (
+            [*resume("c9"), "--critic-save", str(contract)],
+            "already holds a critic with a contract, which would be overwritten",
         ),
         "resumed manifest": (resume("c1", source_manifest_sha256="0" * 64), "different value-pretraining manifest"),
         "resumed data": (resume("c2", train_dataset_sha256="0" * 64), "different value-pretraining dataset"),
@@ -242,7 +254,8 @@ def answers(cases) -> dict[str, list]:
 
 NAMES = [
     *("no manifest", "another backend", "manifest pin", "manifest schema", "objective", "data gone", "data changed"),
-    *(*BAD_DATA, "row count", "canary over a contract", "resumed manifest", "resumed data", "resumed objective"),
+    *(*BAD_DATA, "row count", "canary over a contract", "start over a contract", "another critic over a contract"),
+    *("resumed manifest", "resumed data", "resumed objective"),
     *("resumed plan", "past the plan", "nothing left", "no contract", "contract pin", "no held-out split"),
     *("report exists", "batches overlap", "one label", "devices", "global batch", "micro-batch", "too few rows"),
 ]
