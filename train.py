@@ -8,7 +8,7 @@ if __name__ == "__main__":
 import logging
 from typing import Any
 
-from miles.backends.megatron.checkpoint_identity import find_checkpoint
+from miles.backends.megatron.checkpoint_identity import Identity, find_checkpoint
 from miles.config import Args
 from miles.contracts.chain import describe_value_pretraining
 from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
@@ -47,8 +47,12 @@ def settle(args: Args) -> Args:
                 f"--critic-load {args.critic_load}: holds no {VALUE_PRETRAIN_CONTRACT_NAME} for "
                 "--critic-value-eval-report to speak of"
             )
-        find_checkpoint(args.critic_load)
-        logger.warning("--critic-load %s holds no value-pretraining contract: no proof", args.critic_load)
+        if Identity.read(find_checkpoint(args.critic_load)).role == "actor":
+            logger.warning(
+                "--critic-load %s is an actor: the critic takes its backbone, its head is new", args.critic_load
+            )
+        else:
+            logger.warning("--critic-load %s holds no value-pretraining contract: no proof", args.critic_load)
         return args
     head = ("value_loss_type", "value_num_bins", "value_reward_range", "value_target_type", "hl_gauss_sigma_ratio")
     stated = {name: getattr(args, name) for name in head if args.source_of(name) != "default"}

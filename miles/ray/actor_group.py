@@ -4,13 +4,13 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from miles.backends.sglang.ports import ReservedPort, reserve_port
 from miles.config import Args
 from miles.ray.rollout.train_data_conversion import Box
 from miles.utils.logging_utils import configure_logger
@@ -38,12 +38,20 @@ class TrainRank:
         self._args, self._rank, self._world_size = args, rank, world_size
         self._role: Role = role
         self._dp_rank = 0
+        self._reserved: ReservedPort | None = None
 
-    def address(self) -> tuple[str, int]:
-        """An address and a free port of this host, for the group's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def ping(self) -> None:
+        """Answer."""
+
+    def reserve_address(self) -> tuple[str, int]:
+        """An address of this host and a port for the rendezvous of a group: nobody else's until it is listened on.
+
+        One port at a time; an earlier one is in use by now, or its group was given up.
+        """
+        if self._reserved is not None:
+            self._reserved.release()
+        self._reserved = reserve_port(host="0.0.0.0")
+        return ray.util.get_node_ip_address(), self._reserved.port
 
     def build(self, master_addr: str, master_port: int) -> dict[str, Any]:
         """Join the process group and build the (still empty) worker; return where the rank lies in the layout."""
@@ -97,7 +105,7 @@ class RayTrainGroup:
 
     async def init(self) -> list[int | None]:
         """Build models, load checkpoints; the loaded iteration of each rank (0: fresh)."""
-        host, port = await self.free_address()
+        host, port = await self.reserve_address()
         infos = await self._all([rank.build.remote(host, port) for rank in self._ranks])
         self.dp_size = infos[0]["dp_size"]
         self._output_ranks = [rank for rank, info in enumerate(infos) if info["is_output_rank"]]
@@ -146,9 +154,9 @@ class RayTrainGroup:
         """Write the weights as a Hugging Face folder."""
         await self._call("export_hf", path)
 
-    async def free_address(self) -> tuple[str, int]:
-        """Address of rank 0's host and a port that is free there."""
-        return (await self._all([self._ranks[0].address.remote()]))[0]
+    async def reserve_address(self) -> tuple[str, int]:
+        """Address of rank 0's host and a port that is kept for a rendezvous there."""
+        return (await self._all([self._ranks[0].reserve_address.remote()]))[0]
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """Call a worker's method on every rank; its results in rank order."""
@@ -156,7 +164,7 @@ class RayTrainGroup:
 
     async def raise_if_lost(self) -> None:
         """Raise TrainingRankLost where a rank is dead; ranks that are busy are not waited for."""
-        calls = {asyncio.ensure_future(self._all([rank.address.remote()])) for rank in self._ranks}
+        calls = {asyncio.ensure_future(self._all([rank.ping.remote()])) for rank in self._ranks}
         done, pending = await asyncio.wait(calls, timeout=_OTHERS_FAIL_S)
         for call in pending:
             call.cancel()

@@ -7,6 +7,7 @@ import torch
 
 from miles.algorithms.advantages import compute_advantages_and_returns, resolve_advantage_estimator
 from miles.algorithms.kl import kl_estimate
+from miles.algorithms.value_losses import explained_variance
 from miles.config import Args
 from miles.config.choices import is_hook
 from miles.data.batch import select_rows
@@ -37,12 +38,11 @@ class Advantages:
         Rows without a trainable token, those of samples that got no reward, count in no statistic and get zeros.
         """
         args = self._args
-        rows = [row for row, mask in enumerate(batch["loss_masks"]) if any(mask)]
+        rows = _trainable_rows(batch)
         if not rows:
             raise ValueError("no sample of the rollout has a trainable token")
-        whole = len(rows) == len(batch["loss_masks"])
         found = compute_advantages_and_returns(
-            batch if whole else select_rows(batch, rows),
+            _take(batch, rows),
             estimator=self._estimator,
             gamma=args.gamma,
             lam=args.lambd,
@@ -53,7 +53,7 @@ class Advantages:
             adaptive_alpha=args.gae_adaptive_alpha,
             adaptive_min_length=args.gae_adaptive_min_length,
         )
-        if whole:
+        if len(rows) == len(batch["loss_masks"]):
             return found
         advantages, returns = (
             [np.zeros(length, dtype=np.float32) for length in batch["response_lengths"]] for _ in range(2)
@@ -61,6 +61,23 @@ class Advantages:
         for row, advantage, target in zip(rows, *found, strict=True):
             advantages[row], returns[row] = advantage, target
         return advantages, returns
+
+    def explained_variance(self, batch: dict[str, Any], *, kl_coef: float) -> float | None:
+        """EV of the batch's `values` over its trainable tokens, None where every return is the same.
+
+        Against the discounted reward to go, whatever the lambdas: a target with lambda below 1 is half made of the
+        very values that it would judge.
+        """
+        batch = _take(batch, _trainable_rows(batch))
+        _, returns = compute_advantages_and_returns(
+            batch, estimator="monte_carlo", gamma=self._args.gamma, kl_coef=kl_coef, normalize=False
+        )
+        active = np.concatenate([np.asarray(mask, dtype=bool) for mask in batch["loss_masks"]])
+        return explained_variance(
+            values=torch.as_tensor(np.concatenate(batch["values"])),
+            returns=torch.as_tensor(np.concatenate(returns)),
+            loss_mask=torch.as_tensor(active),
+        )
 
     def penalty(self, batch: dict[str, Any]) -> list[np.ndarray]:
         """KL of the old policy to the reference at each token, float32 [response_length] a row, 0 outside the mask."""
@@ -74,3 +91,11 @@ class Advantages:
             ).numpy()
             for old, reference, mask in columns
         ]
+
+
+def _trainable_rows(batch: dict[str, Any]) -> list[int]:
+    return [row for row, mask in enumerate(batch["loss_masks"]) if any(mask)]
+
+
+def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    return batch if len(rows) == len(batch["loss_masks"]) else select_rows(batch, rows)

@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import RayTaskError
 
 from miles.algorithms.kl import AdaptiveKLController
-from miles.algorithms.value_losses import explained_variance_from_stats
 from miles.backends.sglang.client import EngineError
 from miles.config import Args
 from miles.contracts.chain import describe_checkpoint
@@ -20,6 +19,7 @@ from miles.data.batch import select_rows, validate_batch
 from miles.data.sao import validate_sao_train_data
 from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
 from miles.ray.advantages import Advantages
+from miles.ray.critic_figures import critic_figures
 from miles.ray.faults import FaultInjector
 from miles.ray.placement_group import Placement, contracted_critic, create_placement
 from miles.ray.rollout.engine import EngineGroup
@@ -37,9 +37,12 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, Any]
 Figures = dict[str, float]
 
-_CRITIC_METRICS = {"value_loss": "value/loss", "grad_norm": "value/grad_norm", "lr": "value/lr"}
-_OPTIONAL_CRITIC_METRICS = ("value_clip_fraction", "value_accuracy", "value_entropy", "value_confidence")
 _NOT_LOGGED = frozenset({"loss", "tokens", "log_prob_difference"})
+_NOT_FOR_ACTOR = frozenset({"returns", "values", "kl", "rewards"})
+_NOT_FOR_CRITIC = frozenset(
+    {"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "kl", "rewards", "group_indices"}
+)
+"""Columns that no pass of a role reads, and that need not travel to its ranks."""
 _STAGES = ("rollout", "values", "log_probs", "critic", "actor", "sync")
 
 
@@ -101,13 +104,12 @@ class OnlineTrainer:
             contracted_critic(self._seed_args) if state is None else newest_checkpoints(self._seed_args, state)
         )
         self._critic_args = self._args.for_role("critic")
-        self._actor = RayTrainGroup(self._args, role="actor", placement=self._placement)
+        # What a fresh run starts from gives its weights only; a run that goes on keeps its optimizers and schedules.
+        fresh = state is None
+        self._actor = RayTrainGroup(self._args, role="actor", placement=self._placement, load_weights_only=fresh)
         starting = [self._actor.init()]
         if self._args.has_critic:
-            # A seed critic gives its weights only; the critic of a run that goes on keeps its optimizer.
-            self._critic = RayTrainGroup(
-                self._args, role="critic", placement=self._placement, load_weights_only=state is None
-            )
+            self._critic = RayTrainGroup(self._args, role="critic", placement=self._placement, load_weights_only=fresh)
             starting.append(self._critic.init())
         await asyncio.gather(*starting)
 
@@ -193,6 +195,8 @@ class OnlineTrainer:
             # Targets and advantages follow from the same values, and neither group waits for the other; unless the
             # actor is to see what the critic has learned from this very batch.
             batch["advantages"], batch["returns"] = self._advantages(batch, kl_coef=self._kl.coef)
+            explained = self._advantages.explained_variance(batch, kl_coef=self._kl.coef)
+            figures |= {} if explained is None else {"value/explained_variance": explained}
             await self._fault("critic", step)
             critic = self._update_critic(rollout_id, batch, timeline)
             if args.refresh_values and train_actor:
@@ -309,13 +313,12 @@ class OnlineTrainer:
         """Result of a call of the rollout side; engines that are lost meanwhile are replaced."""
         if self._sync is None:
             return await work
-        running = asyncio.ensure_future(_result(work))
+        running = asyncio.ensure_future(work)
         while not running.done():
-            if self._losses is None:
-                self._losses = asyncio.ensure_future(_result(self._manager.next_lost_engine.remote()))
-            await asyncio.wait({running, self._losses}, return_when=asyncio.FIRST_COMPLETED)
-            if self._losses.done():
-                loss, self._losses = self._losses.result(), None
+            losses = self._losses = self._losses or asyncio.ensure_future(self._manager.next_lost_engine.remote())
+            await asyncio.wait({running, losses}, return_when=asyncio.FIRST_COMPLETED)
+            if losses.done():
+                loss, self._losses = losses.result(), None
                 if loss.url != self._urls[loss.number]:
                     continue
                 # Until requests are sent again somebody owes the pool an answer, also if a training rank dies now.
@@ -439,15 +442,7 @@ class OnlineTrainer:
                     step = (rollout_id * args.num_critic_epochs + epoch) * args.num_steps_per_rollout + number + 1
                     data = {"data_ref": self._shards(critic, part), "sample_indices": part["sample_indices"]}
                     results.append(await critic.train(step, data))
-        # Every row once, with the values that the advantages were made of: the EV of this batch, not of a part.
-        first_epoch = results[: args.num_steps_per_rollout]
-        stats = {key: sum(result[key] for result in first_epoch) for key in results[0] if key.startswith("_ev_")}
-        ev = explained_variance_from_stats(stats)
-        names = _CRITIC_METRICS | {
-            key: f"value/{key.removeprefix('value_')}" for key in _OPTIONAL_CRITIC_METRICS if key in results[0]
-        }
-        figures = {name: float(np.mean([result[key] for result in results])) for key, name in names.items()}
-        return figures | ({} if ev is None else {"value/explained_variance": ev})
+        return critic_figures(results)
 
     async def _update_actor(self, rollout_id: int, batch: Batch, timeline: Timeline) -> Figures:
         results = []
@@ -476,8 +471,10 @@ class OnlineTrainer:
             yield select_rows(batch, range(start, start + size))
 
     def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Box]:
-        args = self._critic_args if group.role == "critic" else self._args
-        return split_train_data_by_dp(args, batch, dp_size=group.dp_size)
+        critic = group.role == "critic"
+        unread = _NOT_FOR_CRITIC if critic else _NOT_FOR_ACTOR
+        columns = {name: column for name, column in batch.items() if name not in unread}
+        return split_train_data_by_dp(self._critic_args if critic else self._args, columns, dp_size=group.dp_size)
 
     # ---------------------------------------------------------------- figures
 
@@ -546,7 +543,3 @@ def _largest_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> float:
     assert ours.keys() == theirs.keys()
     differences = (float(np.max(np.abs(np.asarray(ours[index]) - np.asarray(theirs[index])))) for index in ours)
     return max(differences, default=0.0)
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

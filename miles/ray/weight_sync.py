@@ -71,7 +71,7 @@ class WeightSync:
             if (earlier := self._group_of.pop(number, None)) is not None:
                 with contextlib.suppress(EngineRefused):
                     await self._clients[number].destroy_weights_update_group(group_name=earlier)
-        host, port = await self._actor.free_address()
+        host, port = await self._actor.reserve_address()
         if all(urlsplit(client.url).hostname == "127.0.0.1" for client in self._clients):
             host = "127.0.0.1"
         world_size = 1 + len(members) * self._ranks_per_engine

@@ -66,3 +66,27 @@ def test_penalty_is_the_kl_of_the_old_policy_to_the_reference() -> None:
     }
     (row,) = estimate.penalty(columns)
     assert row.tolist() == [2.0, 0.0]
+
+
+def test_explained_variance_is_against_rewards_not_against_the_critics_own_targets() -> None:
+    """faults.md row 69: with lambda below 1 a critic that knows nothing explains most of its own targets."""
+    draw = np.random.default_rng(0)
+    rewards = [float(n % 2) for n in range(16)]
+    rows = batch(rewards, [[1] * 256 for _ in rewards])
+    rows["values"] = [np.full(256, value, dtype=np.float32) for value in draw.normal(0.5, 0.5, len(rewards))]
+    estimate = Advantages(Args.build(advantage_estimator="gae", lambd=0.95))
+    _, targets = estimate(rows, kl_coef=0.0)
+    own = np.concatenate(targets)
+    fooled = 1 - np.var(own - np.concatenate(rows["values"])) / np.var(own)
+    assert fooled > 0.7
+    found = estimate.explained_variance(rows, kl_coef=0.0)
+    returns = np.repeat(rewards, 256)
+    expected = 1 - np.var(returns - np.concatenate(rows["values"])) / np.var(returns)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert found < 0
+
+
+def test_explained_variance_of_equal_returns_is_undefined() -> None:
+    rows = batch([1.0, 1.0, 0.0], [[1, 1], [1], [0]])
+    rows["values"] = [np.zeros(2, np.float32), np.ones(1, np.float32), np.zeros(1, np.float32)]
+    assert Advantages(Args.build(advantage_estimator="gae")).explained_variance(rows, kl_coef=0.0) is None
