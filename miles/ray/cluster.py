@@ -12,6 +12,9 @@ from typing import Any
 
 import ray
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
 
 from miles.config import Args
 
@@ -126,7 +129,14 @@ def _init(args: Args, *, address: str | None, needed: int) -> None:
 
 def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
     if address:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _show_token_where_asked(address)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"RAY_ADDRESS {address}: {error}; RAY_AUTH_MODE and the token must be the cluster's "
+                f"(mode here: {os.environ.get('RAY_AUTH_MODE', 'disabled')})"
+            ) from None
         return
     local: dict[str, Any] = {}
     if args.device != "cuda":
@@ -138,6 +148,23 @@ def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
     _reaper = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("reaper.py")), str(os.getpid())], stdin=subprocess.PIPE
     )
+
+
+def _show_token_where_asked(address: str) -> None:
+    """Turn token authentication on for a cluster that wants it, and off nowhere: a cluster without it breaks with it.
+
+    `ray start` asks for the machine's token where there is one; ray.init shows it to no address given by name unless
+    RAY_AUTH_MODE says so.
+    """
+    if "RAY_AUTH_MODE" in os.environ or address == "auto" or "://" in address:
+        return
+    try:
+        GcsClient(address=address)
+    except AuthenticationError:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except Exception as error:
+        # ray.init will fail as well, and say more.
+        logger.debug("no answer from %s: %s", address, error)
 
 
 def disconnect() -> None:
