@@ -75,5 +75,21 @@ def sglang_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) ->
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     server = SGLangServer(tiny_llama, device="cpu", log_path=log, request_timeout_s=120.0)
     server.start()
+    _SERVERS.append(server)
     yield server
-    server.stop()
+    _stop_servers()
+
+
+_SERVERS: list[Any] = []
+
+
+def _stop_servers() -> None:
+    while _SERVERS:
+        _SERVERS.pop().stop()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Whole programs, which come next, want the cores and the memory that an idle server holds."""
+    here = Path(__file__).parent
+    if nextitem is None or here not in nextitem.path.parents:
+        _stop_servers()

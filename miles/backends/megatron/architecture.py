@@ -94,14 +94,7 @@ class Architecture:
                 f"{path}: model_type {model_type!r} is not supported; "
                 f"expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
-        from transformers import AutoConfig
-
-        # transformers leaves fields out of the file that equal its defaults, so only it can fill them in.
-        try:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:
-            raise ValueError(f"{path}: transformers refuses it: {error}") from None
-        values: dict[str, Any] = config.to_dict()
+        values = raw if _states_all(raw) else _filled_in(Path(folder))
         rope_theta = _check_features(path, values)
         heads = values["num_attention_heads"]
         return cls(
@@ -118,6 +111,35 @@ class Architecture:
             rope_theta=rope_theta,
             tied_embeddings=bool(values["tie_word_embeddings"]),
         )
+
+
+_INTEGERS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _states_all(raw: dict[str, Any]) -> bool:
+    """Whether a config.json itself holds all that is read here, each of its type."""
+    rope = raw.get("rope_parameters")
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else raw.get("rope_theta")
+    return (
+        all(type(raw.get(name)) is int and raw[name] > 0 for name in _INTEGERS)
+        and type(raw.get("rms_norm_eps")) is float
+        and type(raw.get("tie_word_embeddings")) is bool
+        and isinstance(raw.get("hidden_act"), str)
+        and type(theta) in (int, float)
+    )
+
+
+def _filled_in(folder: Path) -> dict[str, Any]:
+    """All fields of a config.json that leaves out what equals transformers' defaults; costs seconds of imports."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict()
+    except Exception as error:
+        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}") from None
 
 
 def _check_features(path: Path, values: dict[str, Any]) -> float:

@@ -44,23 +44,17 @@ def make_samples(tokenizer):
     return make
 
 
-async def test_two_runs_give_the_same_samples_and_other_rollouts_other_ones(sglang_server, make_samples, tokenizer):
+async def test_two_runs_give_the_same_samples_and_other_rollouts_other_ones(sglang_server, make_samples):
     runs = []
     async with sglang_server.client() as client:
         for rollout_id, concurrency in ((3, 256), (3, 5), (4, 256)):
             samples = make_samples()
             await generate_samples(
-                samples,
-                clients=[client],
-                args=ARGS,
-                rollout_id=rollout_id,
-                concurrency=concurrency,
-                tokenizer=tokenizer,
+                samples, clients=[client], args=ARGS, rollout_id=rollout_id, concurrency=concurrency
             )
             runs.append(samples)
     first, again, other = runs
     assert [s.tokens for s in first] == [s.tokens for s in again]
-    assert [s.response for s in first] == [s.response for s in again]
     for one, two in zip(first, again, strict=True):
         assert one.rollout_log_probs == pytest.approx(two.rollout_log_probs, abs=1e-5)
     assert sum(a.tokens != b.tokens for a, b in zip(first, other, strict=True)) > 24
@@ -75,7 +69,6 @@ async def test_samples_are_whole_and_scored(sglang_server, make_samples, tokeniz
             clients=[client],
             args=ARGS,
             rollout_id=3,
-            tokenizer=tokenizer,
             progress=lambda *, done, total, tokens: counts.append((done, total)),
         )
     assert counts == [(n + 1, 32) for n in range(32)]
@@ -87,7 +80,7 @@ async def test_samples_are_whole_and_scored(sglang_server, make_samples, tokeniz
         ended = sample.response_tokens[-1] == 2
         assert sample.status is (SampleStatus.COMPLETED if ended else SampleStatus.TRUNCATED)
         assert ended or sample.response_length == 12
-        assert sample.response == tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
+        sample.response = tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
     reward = load_function("miles.rollout.reward_functions.reasoning_gym:score")
     assert await score_samples(samples, reward, timeout_s=30) == []
     samples[0].response = samples[0].metadata["entry"]["answer"]

@@ -12,9 +12,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-MOST_THREADS = 350
-
-
 class Ranks:
     """Runs tasks of megatron_tasks.py; replaces the processes where a task broke them."""
 
@@ -36,11 +33,11 @@ class Ranks:
         except RuntimeError:
             self._group = None
             raise
-        # The distributed optimizer leaves the threads of its groups behind, and each wakes a hundred times a second.
-        if max(len(os.listdir(f"/proc/{process.pid}/task")) for process in self._group._processes) > MOST_THREADS:
-            self.close()
-            self._group = None
         return results
+
+    def num_threads(self) -> list[int]:
+        """Threads of each process."""
+        return [len(os.listdir(f"/proc/{process.pid}/task")) for process in self._group._processes]
 
     def first(self, task: str, *, world_size: int, **arguments: Any) -> Any:
         """The first result that is not None."""
@@ -49,13 +46,22 @@ class Ranks:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+            self._group = None
+
+
+_RANKS = Ranks()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    group = Ranks()
-    yield group
-    group.close()
+    yield _RANKS
+    _RANKS.close()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Other folders' programs want the cores and the memory that idle ranks hold."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _RANKS.close()
 
 
 @pytest.fixture(scope="session")

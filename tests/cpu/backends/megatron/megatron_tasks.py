@@ -394,20 +394,3 @@ def split_log_probs(
         }
     finally:
         dist.destroy_process_group()
-
-
-def whiten_share(rank: int, world_size: int, port: int, *, shares: list[list[float]]) -> list[float]:
-    """This rank's advantages, whitened by the moments of all shares."""
-    import torch
-    import torch.distributed as dist
-
-    from miles.algorithms.whitening import whiten, whitening_stats
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    try:
-        mine = torch.tensor(shares[rank])
-        stats = whitening_stats(mine, mask=torch.ones_like(mine))
-        dist.all_reduce(stats)
-        return whiten(mine, mask=torch.ones_like(mine), stats=stats).tolist()
-    finally:
-        dist.destroy_process_group()

@@ -167,6 +167,17 @@ def saved_actor(
     return str(root), result["weights"]
 
 
+@pytest.fixture(scope="module")
+def saved_untied(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, np.ndarray]]:
+    """As `saved_actor`, of a model with an output layer of its own."""
+    root = tmp_path_factory.mktemp("untied_actor")
+    settings = {"hf_checkpoint": model_folder("llama", tied=False), **ACTOR, "save": str(root)}
+    (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
+    return str(root), result["weights"]
+
+
 @pytest.mark.parametrize("at", ["publish_json", "write_checkpoint_manifest", "publish_folder", "publish_bytes"])
 def test_save_killed_between_files_leaves_previous_checkpoint(
     at: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
@@ -212,7 +223,7 @@ def copy_of(root: str, target: Path) -> Path:
     return target / "iter_0000001"
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "no_manifest"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "add", "no_manifest"])
 def test_load_damaged_checkpoint_is_refused_by_file(
     damage: str, saved_actor: Any, ranks: Any, model_folder: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -225,6 +236,9 @@ def test_load_damaged_checkpoint_is_refused_by_file(
         victim.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     elif damage == "delete":
         victim.unlink()
+    elif damage == "add":
+        victim = folder / "more"
+        victim.write_bytes(b"")
     else:
         victim = folder
         (folder / "checkpoint_manifest.json").unlink()
@@ -261,21 +275,25 @@ def test_load_folder_without_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "pp2"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_critic_from_actor_checkpoint_has_its_trunk_and_only_the_head_new(
-    layout: str, saved_actor: Any, ranks: Any, model_folder: Callable[..., str]
+    tied: bool, layout: str, saved_actor: Any, saved_untied: Any, ranks: Any, model_folder: Callable[..., str]
 ) -> None:
-    # faults.md row 48
+    # faults.md row 48: the output layer of an untied actor stays behind too
+    root, weights = saved_actor if tied else saved_untied
+    trunk = {name: array for name, array in weights.items() if not name.startswith("output_layer")}
+    assert len(weights) - len(trunk) == (0 if tied else 1)
     sizes = {
         "tp1": {},
         "tp2": {"tensor_model_parallel_size": 2},
         "pp2": {"pipeline_model_parallel_size": 2},
     }[layout]
-    settings = {"hf_checkpoint": model_folder("llama", tied=True), "load": saved_actor[0], **sizes}
+    settings = {"hf_checkpoint": model_folder("llama", tied=tied), "load": root, **sizes}
     results = ranks("load", world_size=2 if sizes else 1, role="critic", settings=settings, forward_only=False)
     assert {r["iteration"] for r in results} == {0}
     found = all_weights(results)
-    assert set(found) - set(saved_actor[1]) == {"head.weight", "head.bias"}
-    assert_equal_bits({name: found[name] for name in saved_actor[1]}, saved_actor[1])
+    assert set(found) - set(trunk) == {"head.weight", "head.bias"}
+    assert_equal_bits({name: found[name] for name in trunk}, trunk)
     assert found["head.weight"].shape == (1, 32) and not found["head.bias"].any()
 
 

@@ -89,7 +89,7 @@ def test_decoupled_ppo_weighs_by_the_whole_ratio_to_the_engine() -> None:
 
     from miles.algorithms.corrections import importance_weights
 
-    correction = correction_of(Args.build(policy_objective="decoupled_ppo"))
+    correction = policy_loss_of(Args.build(policy_objective="decoupled_ppo")).effective_correction
     assert correction is not None
     difference = torch.tensor([-6.0, 0.0, 1.5, 7.0])
     weights, _ = importance_weights(

@@ -90,8 +90,8 @@ def test_values_one_process_read_from_the_state_before_the_token(
     from transformers import AutoModelForCausalLM
 
     folder = model_folder("llama", tied=False)
-    # A learning rate of 0 leaves the head as it was drawn.
-    settings = {"hf_checkpoint": folder, "critic_lr": 0.0}
+    # A learning rate of 0 leaves the head as it was drawn; a temperature is none of a critic's business (row 9).
+    settings = {"hf_checkpoint": folder, "critic_lr": 0.0, "rollout_temperature": 0.5}
     (found,) = ranks("train", world_size=1, role="critic", objective="value", batch=batch, settings=settings)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = torch.from_numpy(found["weights"]["head.weight"])[0]
@@ -112,24 +112,36 @@ def learning_rate(step: int, *, peak: float, low: float, warmup: int, length: in
     return low + (peak - low) * shape if style != "constant" else peak
 
 
+def test_closed_worker_leaves_no_thread_of_its_groups(
+    ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any]
+) -> None:
+    """A gloo group's threads wake a hundred times a second for as long as anything holds the group."""
+    settings = {"hf_checkpoint": model_folder("llama", tied=True), "use_distributed_optimizer": True}
+    counts = []
+    for _ in range(3):
+        ranks("train", world_size=2, role="critic", objective="value", batch=batch, settings=settings)
+        counts.append(ranks.num_threads()[:2])
+    assert counts[1] == counts[2] == pytest.approx(counts[0], abs=2)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 def test_learning_rate_follows_its_formula_across_a_resume(
-    style: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Any
+    style: str, role: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Any
 ) -> None:
-    # faults.md row 41: one advance per optimizer step (3 rollouts x 2 critic epochs), resumed in the middle of one
-    settings = {
+    # faults.md row 41: one advance per optimizer step, 3 rollouts of 2 (critic epochs, or steps), resumed in between
+    settings: dict[str, Any] = {
         "hf_checkpoint": model_folder("llama", tied=True),
-        "critic_lr": 1e-3,
-        "critic_lr_warmup_iters": 2,
-        "num_critic_epochs": 2,
         "num_rollout": 3,
         "lr_decay_style": style,
-        "critic_save": str(tmp_path),
     }
     settings |= {} if style == "constant" else {"min_lr": 1e-4}
-    arguments = {"world_size": 1, "role": "critic", "objective": "value", "batch": batch}
+    prefix, objective = ("critic_", "value") if role == "critic" else ("", "policy")
+    settings |= {"num_critic_epochs": 2} if role == "critic" else {"num_steps_per_rollout": 2}
+    settings |= {f"{prefix}lr": 1e-3, f"{prefix}lr_warmup_iters": 2, f"{prefix}save": str(tmp_path)}
+    arguments = {"world_size": 1, "role": role, "objective": objective, "batch": batch}
     (first,) = ranks("train", **arguments, settings=settings, steps=3, save_at=(3,))
-    (second,) = ranks("train", **arguments, settings=settings | {"critic_load": str(tmp_path)}, steps=4)
+    (second,) = ranks("train", **arguments, settings=settings | {f"{prefix}load": str(tmp_path)}, steps=4)
     expected = [learning_rate(step, peak=1e-3, low=1e-4, warmup=2, length=6, style=style) for step in range(1, 8)]
     assert [m["lr"] for m in first["metrics"] + second["metrics"]] == pytest.approx(expected, rel=1e-6)
 

@@ -10,7 +10,7 @@ import torch
 from miles.backends.sglang.client import EngineRefused, SamplingParams
 from miles.backends.sglang.ports import reserve_port
 from miles.backends.weight_checksums import differing_names, engine_checksums
-from miles.backends.weight_group import broadcast_bucket, join_weight_group, leave_weight_group, plan_buckets
+from miles.backends.weight_group import broadcast_bucket, dtype_name, join_weight_group, leave_weight_group
 
 GROUP = "test_weights"
 PROMPT = [1, 22, 4, 15]
@@ -42,17 +42,18 @@ class Trainer:
                 ),
             )
 
-    async def send(self, weights, version, *, max_bytes=50_000):
-        buckets = plan_buckets([(n, t.dtype, t.shape) for n, t in weights.items()], max_bytes=max_bytes)
-        assert len(buckets) > 2
+    async def send(self, weights, version, *, bucket_size=5):
+        named = list(weights.items())
+        assert len(named) > 2 * bucket_size
         await self.client.begin_weight_update()
-        for bucket in buckets:
+        for start in range(0, len(named), bucket_size):
+            names, tensors = zip(*named[start : start + bucket_size], strict=True)
             await asyncio.gather(
-                self.beside(broadcast_bucket, self.group, [weights[name] for name in bucket.names]),
+                self.beside(broadcast_bucket, self.group, tensors),
                 self.client.update_weights_from_distributed(
-                    names=bucket.names,
-                    dtypes=bucket.dtypes,
-                    shapes=bucket.shapes,
+                    names=names,
+                    dtypes=[dtype_name(tensor.dtype) for tensor in tensors],
+                    shapes=[tensor.shape for tensor in tensors],
                     group_name=GROUP,
                     weight_version=version,
                 ),
