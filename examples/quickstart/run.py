@@ -51,7 +51,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
     online = settings("online_rl", critic_load=str(critic), critic_value_eval_report=str(report), run_dir=str(run))
     data = {**problems, "kinds": json.dumps(problems["kinds"])}
     texts = [str(out / "problems" / f"{split}.jsonl") for split in ("train", "heldout")]
-    collected = settings("rollouts", run_dir=str(out / "collected"))
+    collected = settings("rollouts", rollout_only=True, run_dir=str(out / "collected"))
     return [
         Stage(
             "problems",
@@ -74,7 +74,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
             ],
             [out / "actor", out / "warm_start"],
         ),
-        Stage("rollouts", [python, str(HERE / "collect_rollouts.py"), *collected], [out / "collected"]),
+        Stage("rollouts", [python, str(ROOT / "train.py"), *collected], [out / "collected"]),
         Stage(
             "value data",
             [

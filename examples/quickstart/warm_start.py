@@ -75,11 +75,12 @@ async def warm_start(args: Args, *, out: Path, target_accuracy: float, max_steps
             rows, order = order[: args.global_batch_size], order[args.global_batch_size :]
             shards = split_train_data_by_dp(args, select_rows(train, rows), dp_size=group.dp_size)
             metrics = await group.train_sft(step, shards)
+            figures = {"sft/loss": metrics["sft_loss"], "sft/grad_norm": metrics["grad_norm"], "sft/lr": metrics["lr"]}
             if step % eval_interval == 0 or step == max_steps:
                 log_probs = await group.compute_log_probs(heldout_shards)
                 accuracy = float(np.mean([math.exp(float(answer.sum())) for answer in log_probs.values()]))
-                metrics["heldout_accuracy"] = accuracy
-            tracker.log(step, "sft", metrics)
+                figures["sft/heldout_accuracy"] = accuracy
+            tracker.log(step, "sft", figures)
             advance(f"held-out accuracy {accuracy:.1%}")
             if accuracy >= target_accuracy:
                 break

@@ -44,7 +44,7 @@ def check_prompt(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def main() -> None:
     parser = StrictParser(description=__doc__)
-    parser.add_argument("--rollouts", type=Path, required=True, help="run folder that collect_rollouts.py wrote")
+    parser.add_argument("--rollouts", type=Path, required=True, help="run folder of `train.py --rollout-only`")
     parser.add_argument("--model", type=Path, required=True, help="model folder, for its tokenizer")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)

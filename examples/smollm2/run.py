@@ -52,7 +52,7 @@ def stages(plan: dict[str, Any], out: Path) -> list[Stage]:
         ),
         Stage(
             "rollouts",
-            program(QUICKSTART / "collect_rollouts.py", *settings("rollouts", run_dir=str(out / "collected"))),
+            program(ROOT / "train.py", *settings("rollouts", rollout_only=True, run_dir=str(out / "collected"))),
             [out / "collected"],
         ),
         Stage(

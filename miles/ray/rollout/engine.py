@@ -115,8 +115,3 @@ class EngineGroup:
         except RayActorError:
             self.actors[number] = self._create(number)
             return await self.actors[number].start.remote()
-
-
-def create_engines(args: Args, placement: Placement) -> list[Any]:
-    """The engines' actors, for programs that never replace one."""
-    return EngineGroup(args, placement).actors

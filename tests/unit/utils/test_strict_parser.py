@@ -42,7 +42,7 @@ def test_values_that_look_like_flags_stay_values() -> None:
     assert (options.out, options.range, options.words) == ("--x", [-1.0, -0.5], ["-a text", "--outt"])
 
 
-@pytest.mark.parametrize("program", ["warm_start", "collect_rollouts", "make_actor"])
+@pytest.mark.parametrize("program", ["warm_start", "make_actor"])
 def test_example_program_refuses_before_its_heavy_imports(program: str) -> None:
     code = (
         "import runpy, sys; sys.argv = sys.argv[1:]\n"
