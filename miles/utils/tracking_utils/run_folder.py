@@ -13,12 +13,10 @@ from typing import Any
 import miles
 from miles.config.args import Args, Entry, refuse_unknown_fields
 from miles.config.files import config_yaml, read_config_file
-from miles.contracts.chain import RUN_RECORD_NAME, write_run_record
+from miles.contracts.chain import RUN_CONFIG_NAME, RUN_RECORD_NAME, write_run_record
 from miles.contracts.publish import publish_bytes
 from miles.utils.audit_utils.process_identity import MainProcessIdentity
 
-CONFIG_FILE = "config.yaml"
-RUN_FILE = RUN_RECORD_NAME
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -54,10 +52,10 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     }
     try:
         others = [path for path in folder.glob("[!.]*") if path.name != "logs"]
-        if others and not (folder / CONFIG_FILE).exists():
+        if others and not (folder / RUN_CONFIG_NAME).exists():
             raise ValueError(f"--run-dir {folder}: holds other things than a run; name a new or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
-        publish_bytes(folder / CONFIG_FILE, text.encode())
+        publish_bytes(folder / RUN_CONFIG_NAME, text.encode())
         earlier = read_run_json(folder).get("starts", [])
         update_run_json(folder, starts=[*earlier, start])
     except OSError as error:
@@ -76,6 +74,17 @@ _FREE_TO_CHANGE = frozenset(
 """Settings that no figure of a run follows from."""
 
 
+def _placed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what lies in the run folder named from there: the folder itself may be spelled otherwise."""
+    run_dir = Path(settings["run_dir"])
+
+    def placed(value: Any) -> Any:
+        inside = isinstance(value, str) and Path(value).is_relative_to(run_dir)
+        return f"RUN_DIR/{Path(value).relative_to(run_dir)}" if inside else value
+
+    return settings | {name: placed(settings[name]) for name in ("save", "critic_save") if name in settings}
+
+
 def refuse_changed_config(args: Args) -> None:
     """Compare the settings with those that the run in `args.run_dir` began with, before they are replaced.
 
@@ -87,11 +96,10 @@ def refuse_changed_config(args: Args) -> None:
     """
     assert args.run_dir is not None
     refuse_unknown_fields(args.allow_config_change)
-    path = Path(args.run_dir) / CONFIG_FILE
+    path = Path(args.run_dir) / RUN_CONFIG_NAME
     if not path.is_file():
         return
-    began, _ = read_config_file(str(path))
-    now = args.model_dump(mode="json")
+    began, now = (_placed(settings) for settings in (read_config_file(str(path))[0], args.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | set(args.allow_config_change)
     if args.lr_decay_style == "constant" or args.lr_decay_iters is not None:
         free |= {"num_rollout"}
@@ -108,7 +116,7 @@ def refuse_changed_config(args: Args) -> None:
 
 def read_run_json(run_dir: str | Path) -> dict[str, Any]:
     """The facts recorded so far; empty where there are none."""
-    path = Path(run_dir) / RUN_FILE
+    path = Path(run_dir) / RUN_RECORD_NAME
     if not path.exists():
         return {}
     try:

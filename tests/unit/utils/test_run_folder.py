@@ -110,6 +110,21 @@ def test_resume_with_the_same_settings_is_no_change(tmp_path: Path) -> None:
     refuse_changed_config(begun(tmp_path, rollout_stop_token_ids=[3, 4]).replace(source="flag", resume=True))
 
 
+def test_resume_with_the_run_folder_spelled_otherwise_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where checkpoints go follows from the run folder; a folder of their own is a setting as any other."""
+
+    def args_of(run_dir: str, save: str) -> Args:
+        return Args.build(run_dir=run_dir, save=save, num_rollout=4)
+
+    create_run_folder(args_of(str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints" / "actor")), entry="train")
+    monkeypatch.chdir(tmp_path)
+    refuse_changed_config(args_of("run", "run/checkpoints/actor"))
+    with pytest.raises(ValueError, match="save is 'elsewhere', the run began with"):
+        refuse_changed_config(args_of("run", "elsewhere"))
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"log_level": "ERROR"}, {"num_rollout": 9}, {"save_interval": 2}, {"sglang_health_timeout_s": 5.0}],
