@@ -1,6 +1,7 @@
 """train.py: learn, be killed and go on, the canary on mixed layouts, and what it refuses."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -135,6 +136,60 @@ def test_driver_killed_again_and_again_replayed_rollouts_train_the_same(
     assert reproducible(of_stages(read_metrics(run_dir), "train", "value")) == reproducible(theirs)
 
 
+def test_kl_in_the_reward_two_steps_a_rollout_killed_and_resumed_ends_the_same(
+    uninterrupted: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    make_hf_model: Callable[..., Path],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    """faults.md rows 7, 40, 41: a reference that is not the start, an adaptive penalty, two schedule steps a rollout."""
+    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
+    flags += ["--load-rollouts", uninterrupted / "rollouts", "--ref-load", make_hf_model(seed=1)]
+    flags += ["--kl-coef", 0.1, "--kl-loss-type", "k3", "--kl-controller", "adaptive", "--kl-target", 1e-3]
+    flags += ["--kl-horizon", 200, "--num-steps-per-rollout", 2, "--lr-decay-style", "cosine", "--lambd", 0.9]
+    whole = run("train.py", *flags, "--run-dir", tmp_path / "whole")
+    assert whole.code == 0, whole.err[-3000:]
+    killed = run("train.py", *flags, "--run-dir", tmp_path / "run", "--fault-injection", "critic@3=kill_driver")
+    assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+    ended = run("train.py", *flags, "--run-dir", tmp_path / "run", "--resume")
+    assert ended.code == 0, ended.err[-3000:]
+    lines = read_metrics(tmp_path / "whole")
+    assert reproducible(read_metrics(tmp_path / "run")) == reproducible(lines)
+
+    steps = of_stages(lines, "train")
+    assert all(line["train/kl_reward"] > 0 for line in steps)
+    # far above its target, the controller raises the coefficient by its largest step: 0.2 x 16 samples / horizon
+    assert [line["train/kl_coef"] for line in steps] == pytest.approx([0.1 * 1.016**n for n in range(4)], rel=1e-6)
+    rates = [1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]
+    means = [(first + second) / 2 for first, second in zip(rates[::2], rates[1::2], strict=True)]
+    assert [line["train/lr"] for line in steps] == pytest.approx(means, rel=1e-6)
+
+
+def test_fresh_run_from_another_runs_checkpoints_takes_weights_alone(
+    uninterrupted: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+) -> None:
+    """faults.md row 43: neither Adam's moments nor the place in the schedule come along."""
+    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
+    flags += ["--load-rollouts", uninterrupted / "rollouts", "--num-rollout", 1]
+    flags += ["--lr-warmup-iters", 4, "--critic-lr-warmup-iters", 4, "--run-dir", tmp_path / "run"]
+    flags += [
+        "--load",
+        uninterrupted / "checkpoints" / "actor",
+        "--critic-load",
+        uninterrupted / "checkpoints" / "critic",
+    ]
+    done = run("train.py", *flags)
+    assert done.code == 0, done.err[-3000:]
+    figures = {name: value for line in read_metrics(tmp_path / "run") for name, value in line.items()}
+    assert (figures["train/lr"], figures["value/lr"]) == pytest.approx((1e-3 / 4, 1e-3 / 4))
+
+
 def without(words: list[str], *flags: str) -> list[str]:
     """The words of a command line without these flags and their values."""
     drop = {number for flag in flags for at in [words.index(flag)] for number in (at, at + 1)}
@@ -218,7 +273,7 @@ def test_canary_actor_tp2_critic_pp2_engine_serves_update_and_resume_answers_the
     assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
 
 
-def test_canary_grpo_without_a_critic_against_a_reference_model(
+def test_canary_grpo_of_two_engines_without_a_critic_against_a_reference_model(
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
@@ -231,7 +286,7 @@ def test_canary_grpo_without_a_critic_against_a_reference_model(
     flags += ["--dynamic-sampling-filter-path", "miles.rollout.filters:nonzero_reward_std"]
     flags += ["--over-sampling-batch-size", 10, "--policy-objective", "gspo", "--loss-agg-mode", "seq-mean-token-mean"]
     flags += ["--eval-prompt-data", f"one:{rl_files['heldout']}", f"two:{rl_files['heldout']}"]
-    flags += ["--eval-sampling", "two:temperature=1.0,n_samples=2,max_response_len=2"]
+    flags += ["--eval-sampling", "two:temperature=1.0,n_samples=2,max_response_len=2", "--rollout-num-gpus", 2]
     done = run("train.py", *flags, "--run-dir", run_dir, "--canary-one-step")
     assert done.code == 0, done.err[-3000:]
     lines = read_metrics(run_dir)

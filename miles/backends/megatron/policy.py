@@ -14,9 +14,10 @@ _NO_BOUND = math.exp(MAX_LOG_RATIO)
 
 
 def correction_of(args: Any) -> Correction | None:
-    """The weights for tokens that the engine sampled from another distribution than the old policy's, if any."""
-    if args.policy_objective == "decoupled_ppo":
-        return Correction(mode="truncate", high=_NO_BOUND)
+    """The weights for tokens that the engine sampled from another distribution than the old policy's, if any.
+
+    Decoupled PPO brings its own (`PolicyLoss.effective_correction`), and no settings' correction goes with it.
+    """
     if args.ratio_correction == "none":
         return None
     if args.ratio_correction == "tis":
@@ -49,7 +50,7 @@ def policy_loss_of(args: Any) -> PolicyLoss:
         ValueError: Settings that do not go together.
     """
     return PolicyLoss(
-        objective="ppo" if args.policy_objective == "decoupled_ppo" else args.policy_objective,
+        objective=args.policy_objective,
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip_high,
         dual_clip=args.eps_clip_c,
