@@ -6,8 +6,8 @@
 A step of both: sample `samples` responses of `response-length` tokens each at temperature 1, score them, values and
 reference log-probabilities, GAE with a KL penalty of 0.05 in the reward, one AdamW step of the policy and one of the
 critic on every row once, fp32; ours also publishes the new weights to its engine. The model, a random Llama of about
-1M parameters, never ends a response by itself, so that both sample the same number of tokens; the reward is the share of
-even token ids. TRL runs one process with every core, its forward batches as large as the whole batch, gradient
+1M parameters, never ends a response by itself, so that both sample the same number of tokens; the reward is the share
+of even token ids. TRL runs one process with every core, its forward batches as large as the whole batch, gradient
 checkpointing off. Ours runs as users run it: one actor rank, one critic rank, one SGLang engine.
 
 They take turns, a fresh start each time. "a step" is the median over the turn's steps without the first two, best turn

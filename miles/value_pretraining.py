@@ -622,7 +622,8 @@ def check_online_contract(
         actual = list(value) if isinstance(value, tuple) else value
         if restored[name] != actual:
             raise ValueError(
-                f"critic contract does not match the run: {flag_of(name)} is {actual!r}, {where} has {restored[name]!r}"
+                f"critic contract does not match the run: {flag_of(name)} is {actual!r}, "
+                f"{where} has {restored[name]!r}"
             )
     return objective, ResumePoint(contract, contract_sha256(critic_load))
 
@@ -636,7 +637,8 @@ def check_passed_report(path: str, *, contract_digest: str) -> None:
     split = report["manifest"]["split"]
     if split != "heldout":
         raise ValueError(
-            f"--critic-value-eval-report {path}: speaks of the {split} split, a critic passes its gate on held-out rows"
+            f"--critic-value-eval-report {path}: speaks of the {split} split, "
+            "a critic passes its gate on held-out rows"
         )
     if not report["passed"]:
         raise ValueError(f"--critic-value-eval-report {path}: this critic did not pass its gate")

@@ -144,7 +144,7 @@ def test_kl_in_the_reward_two_steps_a_rollout_killed_and_resumed_ends_the_same(
     make_hf_model: Callable[..., Path],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
-    """faults.md rows 7, 40, 41: a reference that is not the start, an adaptive penalty, two schedule steps a rollout."""
+    """faults.md rows 7, 40, 41: another reference, an adaptive penalty, two schedule steps a rollout."""
     flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
     flags += ["--load-rollouts", uninterrupted / "rollouts", "--ref-load", make_hf_model(seed=1)]
     flags += ["--kl-coef", 0.1, "--kl-loss-type", "k3", "--kl-controller", "adaptive", "--kl-target", 1e-3]

@@ -475,8 +475,8 @@ class MegatronWorker:
         if self._weight_group is not None:
             leave_weight_group(self._weight_group)
             self._weight_group = None
-        # The distributed optimizer's views reach autograd's nodes, whose hooks reach Megatron's wrapper and the optimizer
-        # again: no collector sees that circle.
+        # The distributed optimizer's views reach autograd's nodes, their hooks Megatron's wrapper, and that the
+        # optimizer again: no collector sees the circle.
         for optimizer in getattr(getattr(self, "optimizer", None), "chained_optimizers", ()):
             optimizer.__dict__.clear()
         # Model and optimizer hold the groups.

@@ -176,7 +176,8 @@ def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
         ),
         "start over a contract": (
             ["--critic-save", str(contract)],
-            f"already holds a critic with a contract, which would be overwritten: continue it with --critic-load {contract}",
+            "already holds a critic with a contract, which would be overwritten: continue it with "
+            f"--critic-load {contract}",
         ),
         "another critic over a contract": (
             [*resume("c9"), "--critic-save", str(contract)],
