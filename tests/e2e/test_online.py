@@ -107,60 +107,58 @@ def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
     assert checked.code == 0, checked.out
 
 
-def test_driver_killed_again_and_again_replayed_rollouts_train_the_same(
+def replay_flags(online_flags: list[str], rollouts: Path) -> list[Any]:
+    """The flags of a run that trains on kept rollouts: it starts no engine."""
+    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
+    return [*flags, "--load-rollouts", rollouts]
+
+
+def test_replayed_rollouts_train_the_same_without_an_engine(
     uninterrupted: Path,
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
-    assert_no_process_left: Callable[..., None],
 ) -> None:
-    """Without engines (`--load-rollouts`) a start is cheap enough to kill the driver at several stages of one run."""
-    run_dir = tmp_path / "run"
-    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
-    flags += ["--run-dir", run_dir, "--load-rollouts", uninterrupted / "rollouts"]
-    for fault, resume in (("save_state@2", False), ("saved@2", False), ("critic@4", True)):
-        killed = run(
-            "train.py", *flags, *(["--resume"] if resume else []), "--fault-injection", f"{fault}=kill_driver"
-        )
-        assert killed.code == -signal.SIGKILL, killed.err[-3000:]
-        assert_no_process_left(killed.mark)
-
-    refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
-    assert refused.code != 0
-    assert "--resume: lr is 0.002, the run began with 0.001" in refused.err
-
-    ended = run("train.py", *flags, "--resume")
+    ended = run("train.py", *replay_flags(online_flags, uninterrupted / "rollouts"), "--run-dir", tmp_path / "run")
     assert ended.code == 0, ended.err[-3000:]
-    theirs = of_stages(read_metrics(uninterrupted), "train", "value")
-    assert reproducible(of_stages(read_metrics(run_dir), "train", "value")) == reproducible(theirs)
+    ours, theirs = (of_stages(read_metrics(folder), "train", "value") for folder in (tmp_path / "run", uninterrupted))
+    assert reproducible(ours) == reproducible(theirs)
 
 
-def test_kl_in_the_reward_two_steps_a_rollout_killed_and_resumed_ends_the_same(
+def test_driver_killed_again_and_again_kl_in_the_reward_two_steps_a_rollout_ends_the_same(
     uninterrupted: Path,
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
     make_hf_model: Callable[..., Path],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
+    assert_no_process_left: Callable[..., None],
 ) -> None:
     """faults.md rows 7, 40, 41: another reference, an adaptive penalty, two schedule steps a rollout."""
-    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
-    flags += ["--load-rollouts", uninterrupted / "rollouts", "--ref-load", make_hf_model(seed=1)]
+    flags = [*replay_flags(online_flags, uninterrupted / "rollouts"), "--ref-load", make_hf_model(seed=1)]
     flags += ["--kl-coef", 0.1, "--kl-loss-type", "k3", "--kl-controller", "adaptive", "--kl-target", 1e-3]
     flags += ["--kl-horizon", 200, "--num-steps-per-rollout", 2, "--lr-decay-style", "cosine", "--lambd", 0.9]
     whole = run("train.py", *flags, "--run-dir", tmp_path / "whole")
     assert whole.code == 0, whole.err[-3000:]
-    killed = run("train.py", *flags, "--run-dir", tmp_path / "run", "--fault-injection", "critic@3=kill_driver")
-    assert killed.code == -signal.SIGKILL, killed.err[-3000:]
-    ended = run("train.py", *flags, "--run-dir", tmp_path / "run", "--resume")
-    assert ended.code == 0, ended.err[-3000:]
     lines = read_metrics(tmp_path / "whole")
+
+    flags += ["--run-dir", tmp_path / "run"]
+    # Killed before its state was written, the first save does not count: the second start is a fresh one too.
+    for fault in ("save_state@2", "critic@4"):
+        killed = run("train.py", *flags, "--fault-injection", f"{fault}=kill_driver")
+        assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+        assert_no_process_left(killed.mark)
+    refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
+    assert refused.code != 0
+    assert "--resume: lr is 0.002, the run began with 0.001" in refused.err
+    ended = run("train.py", *flags, "--resume")
+    assert ended.code == 0, ended.err[-3000:]
     assert reproducible(read_metrics(tmp_path / "run")) == reproducible(lines)
 
     steps = of_stages(lines, "train")
     assert all(line["train/kl_reward"] > 0 for line in steps)
-    # far above its target, the controller raises the coefficient by its largest step: 0.2 x 16 samples / horizon
+    # Far above its target, the controller raises the coefficient by its largest step: 0.2 x 16 samples / horizon.
     assert [line["train/kl_coef"] for line in steps] == pytest.approx([0.1 * 1.016**n for n in range(4)], rel=1e-6)
     rates = [1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]
     means = [(first + second) / 2 for first, second in zip(rates[::2], rates[1::2], strict=True)]
@@ -175,8 +173,7 @@ def test_fresh_run_from_another_runs_checkpoints_takes_weights_alone(
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
     """faults.md row 43: neither Adam's moments nor the place in the schedule come along."""
-    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
-    flags += ["--load-rollouts", uninterrupted / "rollouts", "--num-rollout", 1]
+    flags = [*replay_flags(online_flags, uninterrupted / "rollouts"), "--num-rollout", 1]
     flags += ["--lr-warmup-iters", 4, "--critic-lr-warmup-iters", 4, "--run-dir", tmp_path / "run"]
     flags += [
         "--load",
