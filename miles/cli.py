@@ -29,13 +29,16 @@ def _doctor(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
 def _report(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder")
     parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run folder)")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="write the learning curve as a picture, too")
 
     def run(options: argparse.Namespace) -> int:
         from miles.contracts.chain import RUN_RECORD_NAME, verify_chain
-        from miles.reporting.report import write_report
+        from miles.reporting.report import learning_curve_png, write_report
 
         links = verify_chain(options.run_dir) if (options.run_dir / RUN_RECORD_NAME).is_file() else []
         print(write_report(options.run_dir, out=options.out, links=links))
+        if options.png is not None:
+            print(learning_curve_png(options.run_dir, options.png))
         return 0
 
     return run

@@ -24,7 +24,7 @@ async def sample_rollouts(args: Args, tracker: Tracker) -> None:
     replacing = asyncio.ensure_future(_replace_lost(manager, engines))
     with progress_bar("rollouts", total=args.num_rollout) as advance:
         for rollout_id in range(args.num_rollout):
-            rollout = asyncio.ensure_future(_result(manager.generate.remote(rollout_id)))
+            rollout = asyncio.ensure_future(manager.generate.remote(rollout_id))
             await asyncio.wait({rollout, replacing}, return_when=asyncio.FIRST_COMPLETED)
             if replacing.done():
                 replacing.result()
@@ -43,7 +43,3 @@ async def _replace_lost(manager: Any, engines: EngineGroup) -> None:
         loss = await manager.next_lost_engine.remote()
         url = await engines.restart(loss.number, loss.reason)
         await manager.engine_restored.remote(loss.number, url, engines.actors[loss.number])
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

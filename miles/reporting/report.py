@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles.contracts.chain import RUN_CONFIG_NAME, RUN_RECORD_NAME
 from miles.contracts.publish import publish_bytes
 from miles.reporting.figures import (
     MAX_POINTS,
@@ -21,9 +22,6 @@ from miles.reporting.figures import (
 )
 from miles.reporting.page import Panel, number, render_page
 from miles.reporting.series import (
-    CONFIG_FILE,
-    FACTS_FILE,
-    METRICS_FILE,
     Metrics,
     Series,
     evaluation_report,
@@ -33,6 +31,7 @@ from miles.reporting.series import (
     read_settings,
 )
 from miles.reporting.wilson import wilson_interval
+from miles.utils.tracking_utils.tracking import METRICS_FILE
 
 TIME_STAGES = (
     ("time/rollout_s", "rollout"),
@@ -83,7 +82,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir / METRICS_FILE)
-    facts = read_json(run_dir / FACTS_FILE)
+    facts = read_json(run_dir / RUN_RECORD_NAME)
     evaluation = evaluation_report(run_dir, facts)
     panels, missing = _panels(metrics, evaluation)
     drawn = {name for names in DRAWN_NAMES for name in names}
@@ -97,7 +96,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
             (s.name, s.stage, len(s.steps), s.last) for n in metrics.names() if n not in drawn for s in metrics.all(n)
         ],
         stage_table=_stage_table(metrics),
-        settings=read_settings(run_dir / CONFIG_FILE),
+        settings=read_settings(run_dir / RUN_CONFIG_NAME),
         facts=flatten(facts) if facts else [],
         links=[(link.name, str(link.path), link.ok, link.detail) for link in links],
     )
@@ -166,8 +165,10 @@ def _reward_lines(metrics: Metrics) -> list[Line]:
     series = metrics.get("rollout/reward_mean")
     if series is None:
         return []
-    counts = metrics.get("rollout/count")
-    count = counts.as_dict() if counts else {}
+    counts, unscored = (
+        found.as_dict() if (found := metrics.get(name)) else {} for name in ("rollout/count", "rollout/unscored")
+    )
+    count = {step: n - unscored.get(step, 0) for step, n in counts.items()}
     binomial = all(0 <= v <= 1 for v in series.values) and all(count.get(step, 0) >= 1 for step in series.steps)
     return [Line(series, "training reward", "c1", band=_wilson_band(series, count) if binomial else None)]
 
@@ -258,8 +259,7 @@ def _panels(metrics: Metrics, evaluation: dict[str, Any] | None) -> tuple[list[P
     add(_reward_panel(metrics), "Reward", "rollout/reward_mean")
     add(_plain_panel(metrics, _PLAIN[0]), _PLAIN[0].title, "value/loss")
     add(_explained_variance_panel(metrics), "Explained variance per batch", "value/explained_variance")
-    add(_calibration_panel(metrics, evaluation), "Calibration of the critic",
-        "a calibration record, or the evaluation report named in run.json")  # fmt: skip
+    add(_calibration_panel(evaluation), "Calibration of the critic", "the evaluation report named in run.json")
     for plain in _PLAIN[1:]:
         add(_plain_panel(metrics, plain), plain.title, ", ".join(name for name, _ in plain.names))
     add(_time_panel(metrics), "Time per stage", "time/*_s")
@@ -348,7 +348,7 @@ def _reward_panel(metrics: Metrics) -> Panel | None:
     )
     caption = f"Mean reward of the rollouts trained on: {_course(lines[0].series)}."
     if lines[0].band is not None:
-        caption += " Shaded: 95 % Wilson interval of a proportion over the samples of that step."
+        caption += " Shaded: 95 % Wilson interval of a proportion over the scored samples of that step."
     return Panel("Reward", svg, caption)
 
 
@@ -379,14 +379,12 @@ def _explained_variance_panel(metrics: Metrics) -> Panel | None:
     return Panel("Explained variance per batch", svg, caption)
 
 
-def _calibration_panel(metrics: Metrics, evaluation: dict[str, Any] | None) -> Panel | None:
-    rows, source = metrics.calibration, "the newest calibration record"
+def _calibration_panel(evaluation: dict[str, Any] | None) -> Panel | None:
     tables = (evaluation or {}).get("calibration")
-    if isinstance(tables, dict) and isinstance(tables.get("token_weighted"), list):
-        rows, source = tables["token_weighted"], "the evaluation report, token weighted"
-    if not rows or not any(row["n"] for row in rows):
+    rows = tables.get("token_weighted") if isinstance(tables, dict) else None
+    if not isinstance(rows, list) or not any(row["n"] for row in rows):
         return None
-    return calibration_panel(rows, title="Calibration of the critic", source=source)
+    return calibration_panel(rows, title="Calibration of the critic", source="the evaluation report, token weighted")
 
 
 def calibration_panel(rows: Sequence[dict[str, Any]], *, title: str, source: str) -> Panel:

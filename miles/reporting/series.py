@@ -1,4 +1,4 @@
-"""What a run folder holds: metric series, resolved settings, facts, the critic's calibration."""
+"""What a run folder holds: metric series, resolved settings, facts."""
 
 import json
 import math
@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.yaml"
-FACTS_FILE = "run.json"
-_LINE_KEYS = frozenset({"step", "stage", "time", "calibration", "timeline"})
+_LINE_KEYS = frozenset({"step", "stage", "time", "timeline"})
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,12 @@ class Metrics:
     """All numeric series of a metrics file.
 
     `num_not_finite` counts the values left out of a series because they were null, NaN or infinite; `seconds` is the
-    time from the first line to the last; `calibration` is the newest calibration record; `timeline` is the newest
-    step's, (step, [lane, name, start, end] of each span).
+    time from the first line to the last; `timeline` is the newest step's, (step, [lane, name, start, end] of each
+    span).
     """
 
     points: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     num_not_finite: dict[str, int] = field(default_factory=dict)
-    calibration: list[dict[str, Any]] | None = None
     timeline: tuple[int, list[list[Any]]] | None = None
     seconds: float = 0.0
     truncated: bool = False
@@ -102,8 +98,6 @@ def read_metrics(path: Path) -> Metrics:
             if isinstance(time, (int, float)):
                 first_time = time if first_time is None else first_time
                 metrics.seconds = max(metrics.seconds, time - first_time)
-            if isinstance(row.get("calibration"), list):
-                metrics.calibration = row["calibration"]
             if isinstance(row.get("timeline"), list):
                 metrics.timeline = (row["step"], row["timeline"])
             for name, value in row.items():

@@ -9,7 +9,7 @@ _QUIET = ("httpx", "httpcore", "urllib3", "asyncio", "filelock", "matplotlib", "
 
 
 def configure_logger(args: Args, *, source: str) -> None:
-    """Send log records of `args.log_level` and above to stderr, marked with `source` (for example 'train', 'actor:3').
+    """Send log records of `args.log_level` and above to stderr, marked with `source` (for example 'train', 'actor3').
 
     Calling it again replaces the earlier set-up. Libraries speak from WARNING up, unless the level is DEBUG.
     """

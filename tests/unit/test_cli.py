@@ -46,6 +46,13 @@ def test_report_of_a_run_folder_is_written(tmp_path: Path, capsys: pytest.Captur
     assert "<html" in (tmp_path / "page.html").read_text()
 
 
+def test_report_writes_the_learning_curve_where_it_is_asked_to(tmp_path: Path) -> None:
+    line = {"step": 1, "stage": "rollout", "time": time.time(), "rollout/reward_mean": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert cli.main(["report", str(tmp_path), "--png", str(tmp_path / "curve.png")]) == 0
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize("command", ["report", "verify"])
 def test_missing_path_is_one_line_and_status_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "/no/such/run"]) == 2

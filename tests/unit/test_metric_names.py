@@ -21,7 +21,7 @@ def documented() -> set[str]:
 
 def logged() -> Iterator[tuple[str, str]]:
     """(metric, file) of every literal metric name in the source."""
-    for path in sorted((ROOT / "miles").rglob("*.py")):
+    for path in sorted(path for folder in ("miles", "examples") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAME.fullmatch(node.value):
                 yield node.value, str(path.relative_to(ROOT))

@@ -103,12 +103,6 @@ def init_tracking(args: Args, *, resume_step: int | None = None) -> Tracker:
     return _current
 
 
-def current_tracker() -> Tracker:
-    """The tracker that `init_tracking` opened."""
-    assert _current is not None, "init_tracking(args) comes first"
-    return _current
-
-
 def finish_tracking() -> None:
     """Close the tracker of this process, if one is open."""
     global _current

@@ -215,6 +215,17 @@ def test_write_report_rewards_outside_zero_one_have_no_binomial_band(tmp_path):
     assert "Wilson" not in write_report(write_lines(tmp_path, lines)).read_text()
 
 
+def test_reward_band_rests_on_the_scored_samples_alone(tmp_path):
+    # the same mean of ten rewards, whether or not thirty samples beside them got none
+    def picture(count, unscored):
+        figures = {"rollout/reward_mean": 0.5, "rollout/count": count, "rollout/unscored": unscored}
+        lines = [{"step": step, "stage": "rollout", **figures} for step in (1, 2)]
+        page = write_report(write_lines(tmp_path, lines)).read_text()
+        return re.findall(r"<svg.*?</svg>", page, re.DOTALL)[0]
+
+    assert picture(40, 30) == picture(10, 0) != picture(40, 0)
+
+
 def test_write_report_long_run_keeps_the_extremes_of_extremes(tmp_path):
     lines = [{"step": s, "stage": "train", "train/ratio_max": 50.0 if s == 1234 else 1.5} for s in range(3000)]
     text = write_report(write_lines(tmp_path, lines)).read_text()
