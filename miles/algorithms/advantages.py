@@ -282,8 +282,6 @@ class AdvantageEstimator:
     """Whether it reads the column `values`, so that the run needs a critic."""
     needs_groups: bool = False
     """Whether it compares trajectories of one prompt (column `group_indices`)."""
-    options: frozenset[str] = frozenset({"gamma", "kl_coef"})
-    """The fields of `AdvantageOptions` that change its result."""
 
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
@@ -294,12 +292,12 @@ def _place(function: EstimatorFunction) -> str:
 
 
 def register_advantage_estimator(
-    name: str, *, needs_values: bool = False, needs_groups: bool = False, options: Sequence[str] = ("gamma", "kl_coef")
+    name: str, *, needs_values: bool = False, needs_groups: bool = False
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
     """Decorator that gives an estimator its name; the function itself stays as it is.
 
     Args:
-        needs_values, needs_groups, options: see `AdvantageEstimator`.
+        needs_values, needs_groups: see `AdvantageEstimator`.
 
     Raises:
         ValueError: another function has the name.
@@ -311,11 +309,7 @@ def register_advantage_estimator(
         if known is not None and _place(known.function) != _place(function):
             raise ValueError(f"there is already an advantage estimator {name!r}")
         ADVANTAGE_ESTIMATORS[name] = AdvantageEstimator(
-            name=name,
-            function=function,
-            needs_values=needs_values,
-            needs_groups=needs_groups,
-            options=frozenset(options),
+            name=name, function=function, needs_values=needs_values, needs_groups=needs_groups
         )
         return function
 
@@ -430,7 +424,7 @@ def _gae(batch: AdvantageBatch, options: AdvantageOptions, lam_N: float | np.nda
     return actor_A, critic_A + batch.values_A
 
 
-@register_advantage_estimator("gae", needs_values=True, options=("gamma", "lam", "critic_lam", "kl_coef"))
+@register_advantage_estimator("gae", needs_values=True)
 def estimate_gae(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
     """GAE (arXiv 1506.02438), the reward on the last trainable token; actor and critic with lambdas of their own.
 
@@ -439,19 +433,7 @@ def estimate_gae(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.n
     return _gae(batch, options, options.lam)
 
 
-@register_advantage_estimator(
-    "gae_adaptive",
-    needs_values=True,
-    options=(
-        "gamma",
-        "lam",
-        "critic_lam",
-        "kl_coef",
-        "adaptive_mode",
-        "adaptive_alpha",
-        "adaptive_min_length",
-    ),
-)
+@register_advantage_estimator("gae_adaptive", needs_values=True)
 def estimate_gae_adaptive(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
     """GAE whose actor's lambda depends on the trajectory's length (`adaptive_lambda`); the critic's stays fixed."""
     if options.adaptive_mode == "fixed":
@@ -476,7 +458,7 @@ def _outcome(
     return batch.on_tokens(advantage_M), batch.monte_carlo(batch.rewards_N, options.gamma)
 
 
-@register_advantage_estimator("grpo", needs_groups=True, options=("kl_coef",))
+@register_advantage_estimator("grpo", needs_groups=True)
 def estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
     """(R - mean) / (std + 1e-6) within the group, std with n - 1 (arXiv 2402.03300).
 
@@ -491,7 +473,7 @@ def estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.
     return _outcome(batch, options, rewards.centred_M / (rewards.std_M + 1e-6))
 
 
-@register_advantage_estimator("dr_grpo", needs_groups=True, options=("kl_coef",))
+@register_advantage_estimator("dr_grpo", needs_groups=True)
 def estimate_dr_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
     """R - mean within the group, not divided by anything (arXiv 2503.20783); R and lone trajectories as for grpo.
 
@@ -505,7 +487,7 @@ def estimate_dr_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[
     return _outcome(batch, options, rewards.centred_M)
 
 
-@register_advantage_estimator("rloo", needs_groups=True, options=("kl_coef",))
+@register_advantage_estimator("rloo", needs_groups=True)
 def estimate_rloo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
     """R minus the mean of the others of the group, n / (n - 1) (R - mean) (arXiv 2402.14740); R as for grpo.
 

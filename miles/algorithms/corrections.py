@@ -114,8 +114,8 @@ def importance_weights(
 
     Returns:
         weights and metric sums: `tokens`, `correction_weight` (before the normalisation), `correction_rejected`
-        (trainable tokens with weight 0), `correction_bounded` (tokens whose weight a bound has changed),
-        `correction_vetoed_rows`, and `correction_ratio_max` / `_min` over tokens.
+        (trainable tokens with weight 0), `correction_bounded` (tokens whose weight a bound has changed), and
+        `correction_ratio_max` / `_min` over tokens.
     """
     with torch.no_grad():
         mask_T = loss_mask.bool()
@@ -139,8 +139,8 @@ def importance_weights(
             weight_T = _outside_to_zero(
                 weight_T, ratio(correction.reject_level), correction.rejection_low, correction.reject_high
             )
-        vetoed_B = torch.zeros(num_rows, dtype=torch.bool, device=token_T.device)
         if correction.veto is not None:
+            vetoed_B = torch.zeros(num_rows, dtype=torch.bool, device=token_T.device)
             vetoed_B[row_T[token_T.exp() < correction.veto]] = True
             weight_T = torch.where(vetoed_B[row_T], torch.zeros_like(weight_T), weight_T)
         weight_T = masked(weight_T, mask_T)
@@ -149,7 +149,6 @@ def importance_weights(
             "correction_weight": weight_T.double().sum(),
             "correction_rejected": (mask_T & (weight_T == 0)).sum().double(),
             "correction_bounded": bounded_T.sum().double(),
-            "correction_vetoed_rows": vetoed_B.sum().double(),
         }
         active_A = token_T[mask_T].exp()
         if active_A.numel():

@@ -1,10 +1,10 @@
 """Per-token estimators of KL(pi || pi_ref) from the log-probabilities of sampled tokens, and their coefficient.
 
-They are estimates of the VALUE, fit for a penalty in the reward. As a loss what counts is their gradient; see
-`kl_gradient_note`.
+They are estimates of the VALUE, fit for a penalty in the reward. As a loss what counts is their expected gradient on
+the policy's own samples: that of k2 is the KL's, that of k1 is 0, that of k3 and low_var_kl is the one of KL(pi_ref ||
+pi). "unbiased" has the KL's on samples of an older policy as well.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,29 +16,6 @@ MAX_LOG_RATIO = 20.0  # log-ratios are clamped here: exp(20) is still finite in 
 MAX_LOW_VAR_KL = 10.0
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "unbiased")
-
-_GRADIENT_NOTES = {
-    "k1": "its expected gradient on the policy's own samples is 0, so it does not pull towards the reference",
-    "k3": "its expected gradient is biased: it is that of KL(ref || pi)",
-    "low_var_kl": "its expected gradient is biased: it is that of KL(ref || pi), and 0 where the estimate is clamped",
-}
-
-
-def kl_gradient_note(kind: str) -> str | None:
-    """What is wrong with the gradient of an estimator used as a LOSS, one clause for a warning; None if nothing.
-
-    k2 has the gradient of the KL exactly on the policy's own samples, "unbiased" also on those of an older policy.
-
-    Raises:
-        ValueError: unknown kind.
-    """
-    _check_kind(kind)
-    return _GRADIENT_NOTES.get(kind)
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KL_KINDS:
-        raise ValueError(f"unknown KL estimator {kind!r}, expected one of {', '.join(KL_KINDS)}")
 
 
 def log_ratio(*, log_probs: Tensor, base_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -69,7 +46,8 @@ def kl_estimate(
     Raises:
         ValueError: unknown kind, or "unbiased" without `behaviour_log_probs`.
     """
-    _check_kind(kind)
+    if kind not in KL_KINDS:
+        raise ValueError(f"unknown KL estimator {kind!r}, expected one of {', '.join(KL_KINDS)}")
     d = log_ratio(log_probs=log_probs, base_log_probs=ref_log_probs.detach(), loss_mask=loss_mask)
     if kind == "k1":
         return d
@@ -122,9 +100,3 @@ class AdaptiveKLController:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef = max(self.coef * (1.0 + error * num_samples / self.horizon), 0.0)
         return self.coef
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = float(state["coef"])

@@ -319,7 +319,7 @@ class PolicyLoss:
         if self.dual_clip is not None:
             names.append("dual_clipped")
         if self.effective_correction is not None:
-            names += ["correction_weight", "correction_rejected", "correction_bounded", "correction_vetoed_rows"]
+            names += ["correction_weight", "correction_rejected", "correction_bounded"]
             names += ["correction_ratio_max", "correction_ratio_min"]
         if self.opsm_delta is not None:
             names.append("opsm_dropped")

@@ -138,7 +138,7 @@ def test_importance_weights_veto_takes_the_whole_sequence_and_no_other():
     )
     # a token outside the mask vetoes nothing
     assert weights.tolist() == [0, 0, 1, 0]
-    assert metrics["correction_vetoed_rows"].item() == 1
+    assert metrics["correction_rejected"].item() == 2
 
 
 def test_importance_weights_batch_normalized_in_parts_have_mean_one_over_the_batch():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from miles.algorithms.value_losses import (
     EV_STATS,
+    MIN_TARGET_VARIANCE,
     classification_value_loss,
     explained_variance,
     explained_variance_from_stats,
@@ -19,6 +20,7 @@ from miles.algorithms.value_losses import (
     two_hot_targets,
     value_from_logits,
 )
+from miles.contracts import value_report
 
 UNIT = [0.0, 1.0]
 
@@ -303,6 +305,11 @@ def test_explained_variance_undefined_is_none_not_a_number(values, returns, mask
     arguments = {"values": tensor(*values), "returns": tensor(*returns), "loss_mask": tensor(*mask)}
     assert explained_variance(**arguments) is None
     assert explained_variance_from_stats(explained_variance_stats(**arguments)) is None
+
+
+def test_explained_variance_is_undefined_where_a_report_says_so():
+    # neither room may import the other, so each holds the number
+    assert MIN_TARGET_VARIANCE == value_report.MIN_TARGET_VARIANCE
 
 
 def test_explained_variance_constant_bias_shows_in_the_mean_residual_only():
