@@ -5,7 +5,7 @@ so this end is built the same way: a rendezvous at `init_method`, then a store u
 outside the default one. Only torch is needed here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -73,34 +73,6 @@ class WeightBucket:
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def plan_buckets(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], *, max_bytes: int = 256 * 2**20
-) -> list[WeightBucket]:
-    """Cut (name, dtype, shape) into buckets of at most `max_bytes` (a larger tensor gets one of its own).
-
-    The order is kept. Tensors of different element sizes never share a bucket: the receiver needs aligned offsets.
-    """
-    buckets: list[WeightBucket] = []
-    current: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-    size = 0
-
-    def close() -> None:
-        nonlocal current, size
-        if current:
-            names, dtypes, shapes = zip(*current, strict=True)
-            buckets.append(WeightBucket(names, tuple(map(dtype_name, dtypes)), shapes, size))
-        current, size = [], 0
-
-    for name, dtype, shape in tensors:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if current and (size + nbytes > max_bytes or current[-1][1].itemsize != dtype.itemsize):
-            close()
-        current.append((name, dtype, tuple(shape)))
-        size += nbytes
-    close()
-    return buckets
 
 
 def broadcast_bucket(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -71,17 +72,16 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, by its index where it has one.
+    """The safetensors files of a model folder: those that its index lists, or the single one.
 
     Raises:
         ValueError: there is none, or the index cannot be read or lists one that is missing.
     """
     index = folder / INDEX_FILE
     if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"model folder {folder} has no *.safetensors weight file")
-        return files
+        if not (folder / SINGLE_FILE).is_file():
+            raise ValueError(f"model folder {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return [folder / SINGLE_FILE]
     listed = read_json_object(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: expected a 'weight_map' of tensor names to files")

@@ -23,12 +23,6 @@ class Engine(Protocol):
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams) -> GenerateResult: ...
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> Any: ...
-
-
 def sampling_seed(*, rollout_seed: int, rollout_id: int, sample_index: int) -> int:
     """Seed of one sample in 0..2**63-1: a hash, so equal on every machine and unrelated between neighbours."""
     digest = hashlib.sha256(f"miles/sampling/{rollout_seed}/{rollout_id}/{sample_index}".encode()).digest()
@@ -46,7 +40,6 @@ async def generate_samples(
     top_k: int | None = None,
     max_new_tokens: int | None = None,
     concurrency: int = 256,
-    tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Sample a response for every sample, in place.
@@ -63,7 +56,6 @@ async def generate_samples(
         rollout_id: enters the seeds; not stored in the samples.
         temperature, top_p, top_k, max_new_tokens: in place of those of `args`.
         concurrency: requests at once, on all engines together.
-        tokenizer: fills `response`, special tokens left out; None leaves it to the caller.
 
     Raises:
         ValueError: a prompt that an engine refuses; the line names the sample.
@@ -94,8 +86,6 @@ async def generate_samples(
             _fill(sample, result)
         else:
             sample.status = SampleStatus.TRUNCATED
-        if tokenizer is not None:
-            sample.response = str(tokenizer.decode(sample.response_tokens, skip_special_tokens=True))
         done += 1
         tokens += sample.response_length
         if progress is not None:

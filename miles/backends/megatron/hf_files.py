@@ -14,10 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from miles.config.hf_folder import INDEX_FILE, read_safetensors_header
+from miles.config.hf_folder import INDEX_FILE, SINGLE_FILE, read_safetensors_header, weight_files
 from miles.contracts.publish import publish_folder
 
-SINGLE_FILE = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _DTYPES = {
     "F64": torch.float64,
@@ -44,7 +43,7 @@ class HFWeights:
         self._file_of: dict[str, Path] = {}
         self._header: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._open: dict[Path, Any] = {}
-        for path in self._weight_files():
+        for path in weight_files(self.folder):
             for name, entry in read_safetensors_header(path).items():
                 dtype = _DTYPES.get(entry["dtype"])
                 if dtype is None:
@@ -53,22 +52,6 @@ class HFWeights:
                     )
                 self._file_of[name] = path
                 self._header[name] = (dtype, tuple(entry["shape"]))
-
-    def _weight_files(self) -> list[Path]:
-        index = self.folder / INDEX_FILE
-        if index.is_file():
-            try:
-                listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-                raise ValueError(f"{index}: not a safetensors index ({error!r})") from None
-            for name in listed:
-                if not (self.folder / name).is_file():
-                    raise ValueError(f"{index}: lists {name}, which is missing from {self.folder}")
-            return [self.folder / name for name in listed]
-        single = self.folder / SINGLE_FILE
-        if not single.is_file():
-            raise ValueError(f"model folder {self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return [single]
 
     def __enter__(self) -> HFWeights:
         return self

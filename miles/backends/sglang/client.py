@@ -82,15 +82,10 @@ class GenerateResult:
     or "abort".
     """
 
-    rid: str
     output_ids: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: list[WeightVersionSpan]
-    prompt_tokens: int
-    cached_tokens: int
-    text: str
-    input_log_probs: list[float]
 
 
 @dataclass(frozen=True)
@@ -102,24 +97,17 @@ class RankChecksums:
     checksums: dict[str, str]
 
 
-def _parse_result(answer: Mapping[str, Any], *, with_input: bool, where: str) -> GenerateResult:
+def _parse_result(answer: Mapping[str, Any], *, where: str) -> GenerateResult:
     meta = answer["meta_info"]
     output_ids = answer["output_ids"]
     pairs = meta.get("output_token_logprobs") or []
     if len(pairs) != len(output_ids) or any(pair[1] != token for pair, token in zip(pairs, output_ids, strict=False)):
         raise EngineError(f"{where}: {len(output_ids)} output tokens came with log-probs of {len(pairs)} other ones")
-    inputs = meta.get("input_token_logprobs") or []
     return GenerateResult(
-        rid=meta["id"],
         output_ids=list(output_ids),
         log_probs=[float(pair[0]) for pair in pairs],
         finish_reason=meta["finish_reason"]["type"],
         weight_versions=[WeightVersionSpan(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]],
-        prompt_tokens=meta["prompt_tokens"],
-        cached_tokens=meta["cached_tokens"],
-        text=answer.get("text", ""),
-        # Nothing precedes the first token, so it has no log-probability.
-        input_log_probs=[float(pair[0]) for pair in inputs[1:]] if with_input else [],
     )
 
 
@@ -195,49 +183,22 @@ class SGLangClient:
             worst = next(token for token in input_ids if not 0 <= token < self.vocab_size)
             raise ValueError(f"token id {worst} is outside the engine's vocabulary of {self.vocab_size}")
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        rid: str | None = None,
-        return_input_log_probs: bool = False,
-    ) -> GenerateResult:
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams) -> GenerateResult:
         """Sample one response.
-
-        With `return_input_log_probs` the result also holds the log-probabilities of input_ids[1:], untempered.
 
         Raises:
             ValueError: a token id is outside the vocabulary.
             EngineError: see its subclasses.
         """
         self._check_ids(input_ids)
-        body: dict[str, Any] = {
+        body = {
             "input_ids": list(input_ids),
             "sampling_params": sampling.to_json(),
             "return_logprob": True,
-            "logprob_start_len": 0 if return_input_log_probs else -1,
-        }
-        if rid is not None:
-            body["rid"] = rid
-        answer = await self._post("/generate", body)
-        return _parse_result(answer, with_input=return_input_log_probs, where=f"SGLang engine {self.url}, /generate")
-
-    async def generate_batch(
-        self, input_ids: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> list[GenerateResult]:
-        """Sample one response for each prompt in one request: the engine batches them alike every time."""
-        for ids in input_ids:
-            self._check_ids(ids)
-        body = {
-            "input_ids": [list(ids) for ids in input_ids],
-            "sampling_params": [params.to_json() for params in sampling],
-            "return_logprob": True,
             "logprob_start_len": -1,
         }
-        answers: Any = await self._post("/generate", body)
-        where = f"SGLang engine {self.url}, /generate"
-        return [_parse_result(answer, with_input=False, where=where) for answer in answers]
+        answer = await self._post("/generate", body)
+        return _parse_result(answer, where=f"SGLang engine {self.url}, /generate")
 
     async def check_health(self, *, timeout_s: float = 20.0) -> None:
         """Have the scheduler show a sign of life: EngineTimeout or EngineUnreachable if it gives none."""
@@ -247,10 +208,6 @@ class SGLangClient:
         """Version of the weights that the engine serves now; "default" before the first update."""
 
         return json.loads(await self._request("GET", "/model_info"))["weight_version"]
-
-    async def set_weight_version(self, version: str) -> None:
-        """Name the weights that the engine holds; running requests go on."""
-        await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def flush_cache(self, *, timeout_s: float = 30.0) -> None:
         """Empty the prefix cache; waits up to `timeout_s` for running requests to end, then EngineRefused."""
@@ -264,10 +221,6 @@ class SGLangClient:
                 if error.status != 400 or asyncio.get_running_loop().time() >= deadline:
                     raise
             await asyncio.sleep(0.05)
-
-    async def abort(self, rid: str | None = None) -> None:
-        """End the request `rid`, or all; each answers with what it has, finish_reason "abort"."""
-        await self._request("POST", "/abort_request", {"rid": rid or "", "abort_all": rid is None})
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "retract") -> None:
         """Stop sampling: end the running requests, or put them back ("retract"), or freeze them ("in_place")."""
@@ -346,13 +299,6 @@ class SGLangClient:
     async def end_weight_update(self) -> None:
         """Close the update; EngineRefused where none is open."""
         await self._post("/end_weight_update", {})
-
-    async def update_weights_from_disk(self, model_path: str, *, weight_version: str | None = None) -> None:
-        """Load the weights of a Hugging Face folder that the engine's machine can read."""
-        body: dict[str, Any] = {"model_path": model_path, "flush_cache": True}
-        if weight_version is not None:
-            body["weight_version"] = weight_version
-        await self._post("/update_weights_from_disk", body)
 
     async def checksums(self, *, timeout_s: float | None = None) -> list[RankChecksums]:
         """Checksums of all parameters, one entry for each tensor-parallel rank.

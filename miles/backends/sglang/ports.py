@@ -80,20 +80,3 @@ def reserve_port(port: int | None = None, *, host: str = "127.0.0.1", avoid: Seq
         except OSError:
             continue
     raise RuntimeError(f"no free TCP port on {host} between {_LOWEST} and {_highest()} in 200 tries")
-
-
-def reserve_ports(count: int, *, base: int | None = None, host: str = "127.0.0.1") -> list[ReservedPort]:
-    """Reserve `count` different ports: `base`, `base + 1`, ... where a base is given.
-
-    Raises:
-        ValueError: one of the ports from `base` on is taken.
-    """
-    reserved: list[ReservedPort] = []
-    try:
-        for offset in range(count):
-            reserved.append(reserve_port(None if base is None else base + offset, host=host))
-    except BaseException:
-        for port in reserved:
-            port.release()
-        raise
-    return reserved

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import psutil
 
 from miles.backends.sglang.client import SGLangClient
-from miles.backends.sglang.model_folder import check_model_folder
 from miles.backends.sglang.ports import ReservedPort, reserve_port
+from miles.config.hf_folder import inspect_hf_folder
 
 _STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 _SUPERVISOR = Path(__file__).parent / "supervisor.py"
@@ -111,7 +111,7 @@ class SGLangServer:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device of an SGLang server must be 'cpu' or 'cuda', got {device!r}")
         self.model_path = Path(model_path).resolve()
-        self.facts = check_model_folder(self.model_path)
+        self.vocab_size = inspect_hf_folder(self.model_path).config["vocab_size"]
         if importlib.util.find_spec("sglang") is None:
             raise ValueError("sglang is not installed in this environment: install the extra `cpu` or `gpu`")
         self.device = device
@@ -129,7 +129,6 @@ class SGLangServer:
         self._rendezvous_port: ReservedPort | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log_offset = 0
-        self.startup_s: float | None = None
         if log_path is None:
             log_path = Path(tempfile.gettempdir()) / f"miles-sglang-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path)
@@ -142,7 +141,7 @@ class SGLangServer:
         settings: dict[str, Any] = {
             "port": None if args.sglang_port_base is None else args.sglang_port_base + engine,
             "tp_size": args.rollout_num_gpus_per_engine,
-            "dtype": "bfloat16" if args.bf16 and device == "cuda" else None,
+            "dtype": "bfloat16" if args.bf16 and device == "cuda" else "float32",
             "max_total_tokens": args.engine_cache_tokens(device),
             "random_seed": args.rollout_seed,
             "extra_args": args.sglang_extra_args,
@@ -160,7 +159,7 @@ class SGLangServer:
 
     def client(self) -> SGLangClient:
         """A client that knows this server's time limit and vocabulary."""
-        return SGLangClient(self.url, timeout_s=self.request_timeout_s, vocab_size=self.facts.vocab_size)
+        return SGLangClient(self.url, timeout_s=self.request_timeout_s, vocab_size=self.vocab_size)
 
     def command(self) -> list[str]:
         """The server's command line."""
@@ -217,7 +216,6 @@ class SGLangServer:
         # Both ports have listeners now, which hold them better than we do.
         self._http_port.release()
         self._rendezvous_port.release()
-        self.startup_s = time.monotonic() - began
 
     def _wait_until_ready(self, deadline: float) -> None:
         ready = False
@@ -286,12 +284,6 @@ class SGLangServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if str(_SUPERVISOR) not in process.cmdline():
                     process.send_signal(signum)
-
-    def describe_exit(self) -> str | None:
-        """One line on how a started server ended; None while it runs."""
-        if self._process is None or (code := self._process.poll()) is None:
-            return None
-        return f"SGLang server {self.url} ended: {self._cause(code)} (log: {self.log_path})"
 
     def stop(self) -> None:
         """End every process of the server and free its ports; may be called twice."""

@@ -37,7 +37,7 @@ def test_nested_text_config_is_read(hf_folder: Path) -> None:
         ("config.json", b'{"vocab_size": 8', "config.json: damaged or truncated"),
         ("config.json", b"[]", "config.json: expected a JSON object, got list"),
         ("config.json", b"{}", "config.json: vocab_size is missing"),
-        ("model.safetensors", None, "has no *.safetensors weight file"),
+        ("model.safetensors", None, "has neither model.safetensors nor model.safetensors.index.json"),
         ("model.safetensors", b"", "truncated: 0 bytes do not hold a safetensors header"),
         ("model.safetensors", struct.pack("<Q", 99) + b"{}", "truncated: 10 bytes do not hold a safetensors header"),
         ("model.safetensors", struct.pack("<Q", 2) + b"[]", "damaged: its safetensors header cannot be read"),

@@ -21,10 +21,7 @@ SETTINGS = SamplingParams(max_new_tokens=4, stop_token_ids=(2,), sampling_seed=9
 
 def answer(output_ids, pairs, **meta):
     base = {
-        "id": "r",
         "finish_reason": {"type": "stop", "matched": 2},
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
         "weight_versions": [{"version": "4", "start": 0, "end": len(output_ids)}],
         "output_token_logprobs": pairs,
     }

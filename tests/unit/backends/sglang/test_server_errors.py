@@ -8,9 +8,10 @@ from miles.backends.sglang.server import EngineStartError, SGLangServer, cpu_env
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     from miles.backends.sglang import server as module
-    from miles.backends.sglang.model_folder import ModelFacts
+    from miles.config.hf_folder import HfFolder
 
-    monkeypatch.setattr(module, "check_model_folder", lambda folder: ModelFacts("LlamaForCausalLM", 128, 512))
+    found = HfFolder(path=tmp_path / "model", config={"vocab_size": 128}, num_parameters=0)
+    monkeypatch.setattr(module, "inspect_hf_folder", lambda folder: found)
     server = SGLangServer(tmp_path / "model", device="cpu", log_path=tmp_path / "server.log")
     yield server
     server.stop()
