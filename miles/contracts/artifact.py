@@ -57,13 +57,13 @@ def in_parallel(jobs: Sequence[tuple[int, Callable[[], Any]]]) -> list[Future[An
     return [futures[i] for i in range(len(jobs))]
 
 
-def hash_files(paths: Sequence[Path], *, progress: Callable[[int], None] | None = None) -> list[str]:
+def hash_files(paths: Sequence[Path]) -> list[str]:
     """Return the SHA-256 of each file, all hashed side by side.
 
     Raises:
         OSError: a file cannot be read.
     """
-    jobs = [(path.stat().st_size, partial(sha256_file, path, progress=progress)) for path in paths]
+    jobs = [(path.stat().st_size, partial(sha256_file, path)) for path in paths]
     return [future.result() for future in in_parallel(jobs)]
 
 
@@ -132,30 +132,13 @@ def read_checkpoint_manifest(folder: str | os.PathLike[str], *, expected_sha256:
     return manifest
 
 
-def verify_checkpoint_manifest(
-    folder: str | os.PathLike[str],
-    *,
-    expected_sha256: str | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """Check every file below `folder` against `checkpoint_manifest.json` and return the manifest.
-
-    Raises:
-        FileNotFoundError: the manifest or a listed file is missing.
-        ValueError: a file has another size or SHA-256, a file is there that the manifest does not list, or the
-            manifest itself was changed. The message begins with the path of the first such file.
-    """
-    folder = Path(folder)
-    manifest = check_checkpoint_listing(folder, expected_sha256=expected_sha256)
-    check_checkpoint_digests(folder, manifest, hash_files(checkpoint_files(folder, manifest), progress=progress))
-    return manifest
-
-
 def check_checkpoint_listing(folder: str | os.PathLike[str], *, expected_sha256: str | None = None) -> dict[str, Any]:
     """Check that just the listed files are there, each of its size, and return the manifest; nothing is hashed.
 
     Raises:
-        FileNotFoundError, ValueError: as `verify_checkpoint_manifest`.
+        FileNotFoundError: the manifest or a listed file is missing.
+        ValueError: a file has another size, a file is there that the manifest does not list, or the manifest itself
+            was changed. The message begins with the path of the first such file.
     """
     folder = Path(folder)
     manifest = read_checkpoint_manifest(folder, expected_sha256=expected_sha256)

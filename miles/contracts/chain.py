@@ -153,7 +153,7 @@ def describe_value_pretraining(
     critic_load: str | os.PathLike[str],
     eval_report: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the `value_pretraining` section of a run record: the contract a run consumed, and its report."""
+    """Return the `value_pretraining` section of a run record: the contract a run consumed or made, and its report."""
     contract = contract_path(critic_load)
     return {
         "contract_path": _relative(contract, Path(run_dir)),

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from miles.contracts.chain import Link, first_broken, verify_chain
 
-HELP = "verify manifest, data, contract, checkpoint files, evaluation report and run, without loading a model"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `miles verify` to `parser`."""

@@ -34,7 +34,7 @@ from miles.backends.megatron.checkpoint_identity import (
 )
 from miles.backends.megatron.parallel import ParallelState
 from miles.backends.megatron.shard_writer import InProcessSave
-from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME, read_checkpoint_manifest, write_checkpoint_manifest
+from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME, check_checkpoint_listing, write_checkpoint_manifest
 from miles.contracts.canonical import sha256_file
 from miles.contracts.chain import iteration_folder
 from miles.contracts.publish import publish_bytes, publish_folder, publish_json
@@ -190,24 +190,24 @@ def verify_files(folder: Path, parallel: ParallelState) -> None:
     """Check every file of a checkpoint against its manifest, each rank a share of them; every rank calls it.
 
     Raises:
-        ValueError: The manifest is missing, or a file is missing, truncated or changed; names the file, on every rank.
+        ValueError: The manifest is missing, a file is missing, truncated or changed, or there is one that the manifest
+            does not list; names the file, on every rank.
     """
 
     def listed() -> list[dict[str, Any]]:
         try:
-            return read_checkpoint_manifest(folder)["files"]
-        except FileNotFoundError:
-            raise ValueError(f"{folder}: no {CHECKPOINT_MANIFEST_NAME}: not a complete checkpoint") from None
+            return check_checkpoint_listing(folder)["files"]
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(f"checkpoint refused: {error}") from None
 
     problem: str | None = None
     for entry in on_rank_zero(listed)[parallel.rank :: parallel.world_size]:
         path = folder / entry["path"]
-        if not path.is_file():
-            problem = f"{path}: missing"
-        elif path.stat().st_size != entry["size"]:
-            problem = f"{path}: {path.stat().st_size} bytes, {CHECKPOINT_MANIFEST_NAME} says {entry['size']}"
-        elif sha256_file(path) != entry["sha256"]:
-            problem = f"{path}: its SHA-256 differs from {CHECKPOINT_MANIFEST_NAME}"
+        try:
+            if sha256_file(path) != entry["sha256"]:
+                problem = f"{path}: its SHA-256 differs from {CHECKPOINT_MANIFEST_NAME}"
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
         if problem is not None:
             break
     problems: list[str | None] = [None] * parallel.world_size

@@ -94,11 +94,6 @@ def find_checkpoint(path: str | Path) -> Path:
     return folder
 
 
-def has_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a checkpoint folder or holds one (it may still turn out to be damaged)."""
-    return (Path(path) / IDENTITY_FILE).is_file() or (Path(path) / LATEST_FILE).is_file()
-
-
 def check_identity(found: Identity, wanted: Identity, *, folder: Path, bootstrap: bool = False) -> None:
     """Refuse a checkpoint of another model, role or head.
 

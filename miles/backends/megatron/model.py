@@ -152,8 +152,3 @@ def freeze_attention(model: torch.nn.Module) -> dict[str, int]:
     if not frozen:
         raise RuntimeError("critic attention freeze matched no parameters")
     return {"tensors": len(frozen), "elements": sum(param.numel() for param in frozen.values())}
-
-
-def unwrap(model: Any) -> GPTModel:
-    """The GPTModel inside Megatron's data-parallel wrapper."""
-    return model if isinstance(model, GPTModel) else unwrap(model.module)

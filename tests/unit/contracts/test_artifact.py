@@ -7,8 +7,11 @@ import pytest
 
 from miles.contracts.artifact import (
     CHECKPOINT_MANIFEST_NAME,
+    check_checkpoint_digests,
+    check_checkpoint_listing,
+    checkpoint_files,
+    hash_files,
     read_checkpoint_manifest,
-    verify_checkpoint_manifest,
     write_checkpoint_manifest,
 )
 from miles.contracts.canonical import canonical_json_bytes, sealed
@@ -23,8 +26,14 @@ def folder(tmp_path):
     return tmp_path / "c"
 
 
+def verify(folder):
+    manifest = check_checkpoint_listing(folder)
+    check_checkpoint_digests(folder, manifest, hash_files(checkpoint_files(folder, manifest)))
+    return manifest
+
+
 def test_checkpoint_manifest_lists_every_file_with_size_and_digest(folder):
-    manifest = verify_checkpoint_manifest(folder)
+    manifest = verify(folder)
     assert manifest["facts"] == {"iteration": 7, "role": "critic", "head": {"num_bins": 51}}
     assert manifest["files"] == [
         {"path": "a.bin", "size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()},
@@ -52,12 +61,12 @@ def test_checkpoint_manifest_written_again_is_the_same(folder):
 def test_verify_checkpoint_damaged_names_the_file(folder, damage, error, message):
     damage(folder)
     with pytest.raises(error, match=message):
-        verify_checkpoint_manifest(folder)
+        verify(folder)
 
 
 def test_verify_checkpoint_expected_digest_differs_is_refused(folder):
     with pytest.raises(ValueError, match="checkpoint manifest SHA-256 mismatch: expected 0000"):
-        verify_checkpoint_manifest(folder, expected_sha256="0" * 64)
+        check_checkpoint_listing(folder, expected_sha256="0" * 64)
 
 
 def test_read_checkpoint_manifest_edited_is_refused(folder):
