@@ -452,7 +452,7 @@ class OnlineTrainer:
                 step = rollout_id * self._args.num_steps_per_rollout + number + 1
                 results.append(await self._actor.train_policy(step, self._shards(self._actor, part)))
         figures: Figures = {}
-        for key in results[0].keys() - _NOT_LOGGED:
+        for key in (key for key in results[0] if key not in _NOT_LOGGED):
             # A figure may be missing from a part: an extreme of no tokens.
             numbers = [result[key] for result in results if key in result]
             combine = np.max if key.endswith("_max") else np.min if key.endswith("_min") else np.mean
