@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from miles.config import Args
