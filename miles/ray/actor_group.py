@@ -209,7 +209,7 @@ class RayTrainGroup:
         Raises:
             TrainingRankLost: a rank died; the others are left alone, for they may wait for it for ever.
         """
-        calls = [asyncio.ensure_future(_result(ref)) for ref in refs]
+        calls = [asyncio.ensure_future(ref) for ref in refs]
         try:
             return list(await asyncio.gather(*calls))
         except RayActorError as error:
@@ -228,10 +228,6 @@ class RayTrainGroup:
     def _lost(self, error: RayActorError) -> TrainingRankLost:
         reason = " ".join(str(error).split())
         return TrainingRankLost(f"a rank of the {self.role} group died: {reason[:300]}")
-
-
-async def _result(ref: Any) -> Any:
-    return await ref
 
 
 def _look_at(call: asyncio.Future[Any]) -> None:

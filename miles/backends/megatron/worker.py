@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -459,16 +458,6 @@ class MegatronWorker:
             tp_size=tp_size,
             tied=self.architecture.tied_embeddings,
         )
-
-    def weights_checksums(self) -> dict[str, str] | None:
-        """{Hugging Face name: SHA-256 of the tensor's bytes in the model's dtype} on rank 0, None elsewhere."""
-        self._require_actor("weights_checksums")
-        sums = {
-            name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for bucket in self._buckets
-            for name, tensor in self._gather(bucket)
-        }
-        return sums if self.parallel.rank == 0 else None
 
     def close(self) -> None:
         """Leave all groups; the worker is of no use afterwards."""
