@@ -88,9 +88,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """
     programs: list[Program] = []
 
-    def begin(program: str, *words: Any, pause: str | None = None) -> Program:
+    def begin(program: str, *words: Any, pause: str | None = None, ray_address: str | None = None) -> Program:
         mark = uuid.uuid4().hex
         env = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark, "COLUMNS": "200"}
+        if ray_address is not None:
+            env["RAY_ADDRESS"] = ray_address
         if pause is not None:
             (tmp_path / "paused").unlink(missing_ok=True)
             env["PYTHONPATH"] = f"{Path(__file__).parent / 'pause'}{os.pathsep}{ROOT}"
@@ -117,10 +119,52 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 def run(start: Callable[..., Program]) -> Callable[..., Finished]:
     """A function that runs a program of the repository to its end."""
 
-    def whole(program: str, *words: Any, timeout_s: float = 600.0) -> Finished:
-        return start(program, *words).finish(timeout_s)
+    def whole(program: str, *words: Any, timeout_s: float = 600.0, **how: Any) -> Finished:
+        return start(program, *words, **how).finish(timeout_s)
 
     return whole
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[str]:
+    """Address of a cluster of one node with two devices, started as README says and asking for the machine's token."""
+    from miles.backends.sglang.ports import reserve_port
+
+    with reserve_port() as reserved:
+        port = reserved.port
+    token = subprocess.run(
+        [str(Path(sys.executable).with_name("ray")), "get-auth-token", "--generate"], capture_output=True, check=True
+    )
+    assert token.stdout.strip()
+    mark = uuid.uuid4().hex
+    words = [
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        "--num-cpus=4",
+        "--num-gpus=0",
+        "--include-dashboard=false",
+    ]
+    words += ['--resources={"miles_device": 2}', f"--object-store-memory={200 << 20}"]
+    node = Program(
+        subprocess.Popen(
+            [str(Path(sys.executable).with_name("ray")), *words],
+            env={**os.environ, MARK: mark, "RAY_AUTH_MODE": "token"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ),
+        mark,
+    )
+    try:
+        assert node.process.stdout is not None
+        for line in node.process.stdout:
+            if "--block" in line:
+                break
+        yield f"127.0.0.1:{port}"
+    finally:
+        node.kill_everything()
 
 
 @pytest.fixture

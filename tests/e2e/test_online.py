@@ -165,10 +165,11 @@ def test_driver_killed_again_and_again_kl_in_the_reward_two_steps_a_rollout_ends
     assert [line["train/lr"] for line in steps] == pytest.approx(means, rel=1e-6)
 
 
-def test_fresh_run_from_another_runs_checkpoints_takes_weights_alone(
+def test_fresh_run_on_a_cluster_from_another_runs_checkpoints_takes_weights_alone(
     uninterrupted: Path,
     tmp_path: Path,
     run: Callable[..., Any],
+    ray_cluster: str,
     online_flags: list[str],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
@@ -181,8 +182,9 @@ def test_fresh_run_from_another_runs_checkpoints_takes_weights_alone(
         "--critic-load",
         uninterrupted / "checkpoints" / "critic",
     ]
-    done = run("train.py", *flags)
+    done = run("train.py", *flags, ray_address=ray_cluster)
     assert done.code == 0, done.err[-3000:]
+    assert "2 of 2 devices" in done.err
     figures = {name: value for line in read_metrics(tmp_path / "run") for name, value in line.items()}
     assert (figures["train/lr"], figures["value/lr"]) == pytest.approx((1e-3 / 4, 1e-3 / 4))
 

@@ -2,13 +2,16 @@
 
 import pytest
 
-from miles.backends.megatron.optimizer import schedule_length
+from miles.backends.megatron.device import Device
 from miles.backends.megatron.parallel import check_layout
 from miles.config import Args
 
 
 def test_warm_up_as_long_as_the_schedule_is_refused_by_the_roles_own_flag() -> None:
     """3 rollouts: 3 steps of the actor, 6 of a critic that goes over each twice."""
+    Device("cpu").activate()
+    from miles.backends.megatron.optimizer import schedule_length
+
     settings = {"lr_decay_style": "cosine", "num_rollout": 3, "num_critic_epochs": 2}
     args = Args.build(**settings, lr_warmup_iters=3)
     assert schedule_length(args, role="critic") == 6
