@@ -9,6 +9,13 @@ import pytest
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+-*/= ", *"abcdefghijklmnopqrstuvwxyz", "?", ".", "\n"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes run the suite: whole programs, which wait a good deal, and beside them all else."""
+    programs = Path(__file__).parent / "e2e"
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("programs" if programs in item.path.parents else "parts"))
+
+
 @pytest.fixture(scope="session")
 def make_hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that writes a small random Llama with a character tokenizer as a Hugging Face folder."""

@@ -1,6 +1,6 @@
 """Discounted sums and generalised advantage estimation on trainable tokens; lambda by length; compaction."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -184,22 +184,3 @@ def adaptive_lambda(num_tokens: Tensor | Sequence[int], *, alpha: float, min_len
         raise ValueError(f"a trajectory cannot have {int(length_N.min())} tokens")
     lam_N = (1.0 - 1.0 / (alpha * length_N.clamp(min=1.0))).clamp(min=0.0)
     return torch.where((length_N < min_length) | (length_N == 0), 1.0, lam_N)
-
-
-def compaction_token_counts(
-    *, trajectory_ids: Sequence[Hashable], segment_indices: Sequence[int], loss_masks: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int]]:
-    """Per segment: trainable tokens in LATER segments of its trajectory, and in all of them.
-
-    Masks [1, 0, 1], [1], [0, 1, 1, 1] of one trajectory give ([4, 3, 0], [6, 6, 6]) (arXiv 2607.05378, Eq. 14).
-
-    Args:
-        trajectory_ids, segment_indices, loss_masks: one of each per row, rows in any order.
-    """
-    counts = [int(np.count_nonzero(mask)) for mask in loss_masks]
-    remaining: dict[Hashable, int] = {}
-    subsequent = [0] * len(counts)
-    for row in sorted(range(len(counts)), key=lambda row: segment_indices[row], reverse=True):
-        subsequent[row] = remaining.get(trajectory_ids[row], 0)
-        remaining[trajectory_ids[row]] = subsequent[row] + counts[row]
-    return subsequent, [remaining[trajectory] for trajectory in trajectory_ids]

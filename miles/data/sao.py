@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from miles.algorithms.gae import compaction_token_counts
 from miles.data.sample import Sample
 
 COMPACTION_COLUMNS = (
@@ -146,3 +145,22 @@ def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
 
 def _is_count(number: Any) -> bool:
     return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and bool(number >= 0)
+
+
+def compaction_token_counts(
+    *, trajectory_ids: Sequence[Hashable], segment_indices: Sequence[int], loss_masks: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """Per segment: trainable tokens in LATER segments of its trajectory, and in all of them.
+
+    Masks [1, 0, 1], [1], [0, 1, 1, 1] of one trajectory give ([4, 3, 0], [6, 6, 6]) (arXiv 2607.05378, Eq. 14).
+
+    Args:
+        trajectory_ids, segment_indices, loss_masks: one of each per row, rows in any order.
+    """
+    counts = [int(np.count_nonzero(mask)) for mask in loss_masks]
+    remaining: dict[Hashable, int] = {}
+    subsequent = [0] * len(counts)
+    for row in sorted(range(len(counts)), key=lambda row: segment_indices[row], reverse=True):
+        subsequent[row] = remaining.get(trajectory_ids[row], 0)
+        remaining[trajectory_ids[row]] = subsequent[row] + counts[row]
+    return subsequent, [remaining[trajectory] for trajectory in trajectory_ids]

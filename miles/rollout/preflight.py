@@ -6,6 +6,7 @@ from pathlib import Path
 
 from miles.config import Args
 from miles.config.groups import flag_of
+from miles.data.sample import read_samples
 from miles.rollout.rewards import load_function
 
 
@@ -16,7 +17,8 @@ def check_rollout_inputs(args: Args) -> None:
     The rollout side checks every line; this only tells the usual mistakes early.
 
     Raises:
-        ValueError: a function cannot be imported, no row of a file has a key, or a kept rollout is missing.
+        ValueError: a function cannot be imported, no row of a file has a key, a kept rollout is missing, or the first
+            holds a line that is no sample.
     """
     if args.load_rollouts is not None:
         _check_kept_rollouts(args, Path(args.load_rollouts))
@@ -47,6 +49,8 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
         file = rollout_file(folder, rollout_id)
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
+    # The others are checked when their turn comes; of files made for another purpose the first tells.
+    read_samples(rollout_file(folder, 0))
 
 
 def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:

@@ -15,8 +15,13 @@ from typing import Any
 
 import pytest
 
-from miles.contracts.artifact import read_checkpoint_manifest
-from miles.contracts.canonical import readable_json_bytes, sealed
+from miles.contracts.artifact import (
+    check_checkpoint_digests,
+    check_checkpoint_listing,
+    checkpoint_files,
+    read_checkpoint_manifest,
+)
+from miles.contracts.canonical import readable_json_bytes, sealed, sha256_file
 from miles.contracts.chain import first_broken, iteration_folder, verify_chain, write_link_record
 
 CONTRACT = "value_pretrain_contract.json"
@@ -103,6 +108,13 @@ def test_explained_variance_equals_a_plain_reimplementation_on_the_same_data(
             assert ev == pytest.approx(expected["explained_variance"], abs=1e-6), (name, batch["batch"])
 
 
+def assert_whole(checkpoint: Path) -> None:
+    """Every file of a checkpoint is what its manifest says."""
+    manifest = check_checkpoint_listing(checkpoint)
+    digests = [sha256_file(path) for path in checkpoint_files(checkpoint, manifest)]
+    check_checkpoint_digests(checkpoint, manifest, digests)
+
+
 @dataclass(frozen=True)
 class Kill:
     """When a run is killed (the file operation it is halted before, see pause/), and what it leaves behind."""
@@ -157,7 +169,7 @@ def test_training_killed_at_every_moment_ends_in_the_weights_and_contract_of_the
         saved = sorted(int(folder.name.removeprefix("iter_")) for folder in critic.glob("iter_*"))
         assert tuple(saved) == kill.saved, kill.when
         for step in saved:
-            assert first_broken(verify_chain(iteration_folder(critic, step))) is None
+            assert_whole(iteration_folder(critic, step))
         assert [folder.name for folder in critic.glob(".iter_*")] == ([] if kill.torn is None else [TORN])
         if kill.torn is not None:
             with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from miles.algorithms import gae as gae_module
 from miles.algorithms.gae import (
     adaptive_lambda,
-    compaction_token_counts,
     discounted_row_sums,
     discounted_sums,
     gae,
@@ -259,16 +258,3 @@ def test_adaptive_lambda_below_the_minimum_length_is_one():
 def test_adaptive_lambda_bad_arguments_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         adaptive_lambda(**({"num_tokens": [3]} | arguments))
-
-
-def test_compaction_token_counts_known_answer_in_any_row_order():
-    # formulas.md A10.1
-    masks = [[1, 0, 1], [1], [0, 1, 1, 1]]
-    assert compaction_token_counts(trajectory_ids=["a"] * 3, segment_indices=[0, 1, 2], loss_masks=masks) == (
-        [4, 3, 0],
-        [6, 6, 6],
-    )
-    shuffled = compaction_token_counts(
-        trajectory_ids=["a", "b", "a", "a"], segment_indices=[2, 0, 0, 1], loss_masks=[masks[2], [1, 1], *masks[:2]]
-    )
-    assert shuffled == ([0, 0, 4, 3], [6, 2, 6, 6])

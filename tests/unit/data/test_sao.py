@@ -8,7 +8,7 @@ import pytest
 
 from miles.data.batch import samples_to_batch
 from miles.data.sample import Sample, SampleStatus
-from miles.data.sao import validate_sao_train_data
+from miles.data.sao import compaction_token_counts, validate_sao_train_data
 
 MASKS = ([1, 0, 1], [1], [0, 1, 1, 1])
 
@@ -124,3 +124,16 @@ def test_nothing_trainable_is_refused() -> None:
 def test_compaction_without_one_token_normaliser_is_refused() -> None:
     with pytest.raises(ValueError, match="one token normaliser"):
         validate_sao_train_data(compacted(), compaction=True, calculate_per_token_loss=False)
+
+
+def test_compaction_token_counts_known_answer_in_any_row_order():
+    # formulas.md A10.1
+    masks = [[1, 0, 1], [1], [0, 1, 1, 1]]
+    assert compaction_token_counts(trajectory_ids=["a"] * 3, segment_indices=[0, 1, 2], loss_masks=masks) == (
+        [4, 3, 0],
+        [6, 6, 6],
+    )
+    shuffled = compaction_token_counts(
+        trajectory_ids=["a", "b", "a", "a"], segment_indices=[2, 0, 0, 1], loss_masks=[masks[2], [1, 1], *masks[:2]]
+    )
+    assert shuffled == ([0, 0, 4, 3], [6, 2, 6, 6])

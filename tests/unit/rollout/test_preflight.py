@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from miles.config import Args
+from miles.data.sample import Sample
 from miles.rollout.preflight import check_rollout_inputs
 
 
@@ -43,11 +44,16 @@ def test_line_that_is_no_object_left_to_the_reader(args_with: Any) -> None:
     check_rollout_inputs(args_with([[1, 2], {"prompt": "1 + 1 ="}]))
 
 
-def test_kept_rollout_that_is_missing_refused(tmp_path: Path) -> None:
-    (tmp_path / "rollout_000000.jsonl").write_text("")
+def test_kept_rollout_that_is_missing_or_holds_no_samples_refused(tmp_path: Path) -> None:
+    kept, sample = tmp_path / "rollout_000000.jsonl", Sample(0, 0, 0, "1 +", [5, 6], 1, loss_mask=[1])
+    sample.rollout_log_probs = [-1.0]
+    kept.write_text(json.dumps(sample.to_dict()) + "\n")
     check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
     with pytest.raises(ValueError, match=r"no rollout_000001.jsonl, which --num-rollout 2 needs"):
         check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=2))
+    kept.write_text(kept.read_text() + '{"prompt": "1 +"}\n')
+    with pytest.raises(ValueError, match=r"rollout_000000.jsonl:2: sample misses fields"):
+        check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
 
 
 def test_reward_function_that_cannot_be_imported_refused(args_with: Any, tmp_path: Path) -> None:
