@@ -9,11 +9,16 @@ import pytest
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+-*/= ", *"abcdefghijklmnopqrstuvwxyz", "?", ".", "\n"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Two processes run the suite: whole programs, which wait a good deal, and beside them all else."""
-    programs = Path(__file__).parent / "e2e"
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("programs" if programs in item.path.parents else "parts"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ProgramsBesideParts(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "programs" if nodeid.startswith("tests/e2e/") else "parts"
+
+    return ProgramsBesideParts(config, log)
 
 
 @pytest.fixture(scope="session")
