@@ -83,7 +83,6 @@ def make_prompts(path: Path, count: int) -> None:
 def run_trl(folder: Path, *, samples: int, response_length: int, steps: int) -> list[float]:
     """Seconds of each step of `PPOTrainer`, in this process."""
     import torch
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -151,8 +150,9 @@ def run_trl(folder: Path, *, samples: int, response_length: int, steps: int) -> 
         ref_model=reference,
         reward_model=ShareOfEvenTokens(),
         value_model=AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32),
-        train_dataset=Dataset.from_dict({"input_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts]}),
-        eval_dataset=Dataset.from_dict({"input_ids": [tokenizer(prompts[0])["input_ids"]]}),
+        # It asks a data set for its length and its rows only.
+        train_dataset=[{"input_ids": tokenizer(prompt)["input_ids"]} for prompt in prompts],
+        eval_dataset=[{"input_ids": tokenizer(prompts[0])["input_ids"]}],
         callbacks=[Clock()],
     )
     trainer.train()

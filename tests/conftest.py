@@ -11,14 +11,14 @@ VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+-*/= ", *"abcdefghijklmnop
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes run the suite: whole programs, which wait a good deal, and beside them all else."""
+    """Two processes run the suite: whole online runs, which wait a good deal, and beside them all else."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ProgramsBesideParts(LoadScopeScheduling):
+    class OnlineRunsBesideTheRest(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "programs" if nodeid.startswith("tests/e2e/") else "parts"
+            return "online" if nodeid.startswith("tests/e2e/test_online.py") else "the rest"
 
-    return ProgramsBesideParts(config, log)
+    return OnlineRunsBesideTheRest(config, log)
 
 
 @pytest.fixture(scope="session")
