@@ -235,6 +235,7 @@ def main() -> None:
             for number in range(options.rounds):
                 for name, turns in found.items():
                     turns.append(turn(name, folder, number, options, length))
+                    print(f"  turn of {name}: {turns[-1][0]:.2f} s a step, {turns[-1][1]:.0f} s in all", flush=True)
             print(f"{options.samples} samples a step, {length} tokens a response, {options.rounds} turns each")
             best = {name: min(step for step, _ in turns) for name, turns in found.items()}
             for name, turns in found.items():

@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, nargs="+", default=[512, 2048], help="mean tokens of a sample")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    ray.init(num_cpus=1, object_store_memory=4 << 30, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, object_store_memory=4 << 30, include_dashboard=False, log_to_driver=False)
     for length in options.length:
         samples = make_samples(options.samples, length)
         with tempfile.TemporaryDirectory() as scratch:

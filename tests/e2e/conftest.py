@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -137,16 +139,10 @@ def ray_cluster() -> Iterator[str]:
     )
     assert token.stdout.strip()
     mark = uuid.uuid4().hex
-    words = [
-        "start",
-        "--head",
-        "--block",
-        f"--port={port}",
-        "--num-cpus=4",
-        "--num-gpus=0",
-        "--include-dashboard=false",
-    ]
-    words += ['--resources={"miles_device": 2}', f"--object-store-memory={200 << 20}"]
+    # A short folder of its own: sockets lie in it, and other programs of this machine must not take it for theirs.
+    scratch = tempfile.mkdtemp(prefix="ray-")
+    words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=4", "--num-gpus=0", f"--temp-dir={scratch}"]
+    words += ["--include-dashboard=false", f"--object-store-memory={200 << 20}", '--resources={"miles_device": 2}']
     node = Program(
         subprocess.Popen(
             [str(Path(sys.executable).with_name("ray")), *words],
@@ -165,6 +161,7 @@ def ray_cluster() -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         node.kill_everything()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @pytest.fixture
