@@ -26,7 +26,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_sharded": (2, SHARDED),
     "cp2": (2, CP2),
     "tp2_pp2": (4, TP2 | PP2),
+    "dp2_tp2": (4, TP2),
     "dp2_tp2_sp_sharded": (4, TP2 | SP | SHARDED),
+    "dp2_cp2_sharded": (4, CP2 | SHARDED),
     "cp2_tp2_sp": (4, CP2 | TP2 | SP),
 }
 BINS = {"value_loss_type": "classification", "value_num_bins": 11}
