@@ -6,7 +6,7 @@ if __name__ == "__main__":
     end_in_one_line("train_value.py")
 
 from miles.config import Args
-from miles.config.hf_folder import inspect_hf_folder
+from miles.config.hf_folder import read_model_config
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
@@ -48,7 +48,7 @@ if __name__ == "__main__":
         assert settings.hf_checkpoint is not None
         check_some_token_ids(
             value_plan.dataset,
-            vocab_size=inspect_hf_folder(settings.hf_checkpoint).config["vocab_size"],
+            vocab_size=read_model_config(settings.hf_checkpoint)["vocab_size"],
             model=settings.hf_checkpoint,
         )
         settings = settings.replace(source="manifest", **objective_args(value_plan.manifest.objective))

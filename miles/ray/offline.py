@@ -8,7 +8,7 @@ from typing import Any
 
 from miles.algorithms.value_losses import explained_variance_from_stats
 from miles.config import Args
-from miles.config.hf_folder import inspect_hf_folder
+from miles.config.hf_folder import read_model_config
 from miles.contracts.chain import describe_value_pretraining
 from miles.ray.actor_group import RayTrainGroup
 from miles.ray.critic_figures import critic_figures
@@ -32,7 +32,7 @@ def batch_reader(args: Args, plan: ValuePretrainPlan) -> Callable[[Sequence[int]
     """Return what reads rows of the plan's data set as a column batch that the model can take."""
     model = args.hf_checkpoint
     assert model is not None
-    vocab_size = inspect_hf_folder(model).config["vocab_size"]
+    vocab_size = read_model_config(model)["vocab_size"]
 
     def read(rows: Sequence[int]) -> dict[str, list[Any]]:
         batch = plan.dataset.build_rollout_batch(rows)

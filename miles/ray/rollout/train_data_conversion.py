@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,7 +10,7 @@ from miles.algorithms.aggregation import sequence_counts
 from miles.algorithms.corrections import mean_weight
 from miles.backends.megatron.policy import correction_of
 from miles.config import Args
-from miles.config.hf_folder import read_json_object
+from miles.config.hf_folder import read_model_config
 from miles.data.batch import select_rows
 from miles.data.schedule import build_schedule, localize
 
@@ -73,5 +72,4 @@ def build_shards(args: Args, batch: dict[str, Any], *, dp_size: int) -> list[dic
 
 @functools.lru_cache(maxsize=4)
 def _hidden_size(hf_checkpoint: str) -> int:
-    config = read_json_object(Path(hf_checkpoint) / "config.json")
-    return config.get("text_config", config)["hidden_size"]
+    return read_model_config(hf_checkpoint)["hidden_size"]
