@@ -156,15 +156,18 @@ def test_resume_with_another_learning_rate_runs_at_the_new_one(
     assert resumed["metrics"][0]["lr"] == 3e-3
 
 
+def save_actor(ranks: Any, batch: dict[str, Any], model: str, root: Path) -> tuple[str, dict[str, np.ndarray]]:
+    settings = {"hf_checkpoint": model, **ACTOR, "save": str(root)}
+    (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
+    return str(root), result["weights"]
+
+
 @pytest.fixture(scope="module")
 def saved_actor(
     ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, np.ndarray]]:
     """A trained actor's checkpoint folder and its weights."""
-    root = tmp_path_factory.mktemp("actor")
-    settings = {"hf_checkpoint": model_folder("llama", tied=True), **ACTOR, "save": str(root)}
-    (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
-    return str(root), result["weights"]
+    return save_actor(ranks, batch, model_folder("llama", tied=True), tmp_path_factory.mktemp("actor"))
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +175,7 @@ def saved_untied(
     ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, np.ndarray]]:
     """As `saved_actor`, of a model with an output layer of its own."""
-    root = tmp_path_factory.mktemp("untied_actor")
-    settings = {"hf_checkpoint": model_folder("llama", tied=False), **ACTOR, "save": str(root)}
-    (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
-    return str(root), result["weights"]
+    return save_actor(ranks, batch, model_folder("llama", tied=False), tmp_path_factory.mktemp("untied_actor"))
 
 
 @pytest.mark.parametrize("at", ["publish_json", "write_checkpoint_manifest", "publish_folder", "publish_bytes"])
