@@ -3,8 +3,8 @@
 SGLang honours `sampling_seed` only in its deterministic mode, which it refuses for the attention backend that runs on
 a CPU and which would swap in Triton kernels. PyTorch's own kernels are deterministic there, so the backend is admitted
 and the swap is left out. Its processes are forked, not spawned: without CUDA nothing forbids it, and each would spend
-many CPU seconds on imports that the first has done. Modules are changed when they are imported: nothing heavy is
-imported for it.
+many CPU seconds on imports that the first has done. Decode attention works on all requests at once. Modules are
+changed when they are imported: nothing heavy is imported for it.
 """
 
 import importlib.abc
@@ -31,10 +31,17 @@ def _fork_processes(module) -> None:
     module._set_envs_and_config = configure_and_fork
 
 
+def _decode_in_batches(module) -> None:
+    import batched_decode
+
+    batched_decode.install(module.TorchNativeAttnBackend)
+
+
 _CHANGES = {
     "sglang.srt.arg_groups.choices": _admit_torch_native,
     "sglang.srt.batch_invariant_ops": _leave_kernels_alone,
     "sglang.srt.entrypoints.engine": _fork_processes,
+    "sglang.srt.layers.attention.torch_native_backend": _decode_in_batches,
 }
 
 

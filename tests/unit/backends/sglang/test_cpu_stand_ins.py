@@ -15,14 +15,23 @@ import miles.backends.sglang.server as server_module
 STAND_INS = Path(server_module.__file__).with_name("cpu_stand_ins")
 
 
-@pytest.fixture(scope="module")
-def sgl_kernel():
-    spec = importlib.util.spec_from_file_location("stand_in_sgl_kernel", STAND_INS / "sgl_kernel" / "__init__.py")
+def load_stand_in(path: str):
+    spec = importlib.util.spec_from_file_location(f"stand_in_{Path(path).parts[0]}", STAND_INS / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def sgl_kernel():
+    return load_stand_in("sgl_kernel/__init__.py")
+
+
+@pytest.fixture(scope="module")
+def batched_decode():
+    return load_stand_in("batched_decode.py")
 
 
 def murmur3_x86_32(data: bytes, seed: int = 0) -> int:
@@ -131,3 +140,43 @@ def test_nothing_of_the_stand_ins_is_importable_here():
             importlib.util.find_spec("sgl_kernel").origin or ""  # pyright: ignore[reportOptionalMemberAccess]
         ).parents
     )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (9, 3), (4, 1)])
+@pytest.mark.parametrize("padded_tokens", [1, 64, 16_384])
+def test_batched_decode_any_lengths_equals_attention_request_by_request(
+    batched_decode, monkeypatch, heads, kv_heads, padded_tokens
+):
+    monkeypatch.setattr(batched_decode, "_PADDED_TOKENS", padded_tokens)
+    draw = torch.Generator().manual_seed(heads * kv_heads)
+    size, lengths = 8, torch.tensor([5, 1, 37, 12, 1, 64, 13])
+    k_cache, v_cache = (torch.randn(400, kv_heads, size, generator=draw) for _ in range(2))
+    query = torch.randn(len(lengths), heads, size, generator=draw)
+    table = torch.randperm(400, generator=draw)[: 5 * 80].view(5, 80).repeat(2, 1).to(torch.int32)
+    rows = torch.randperm(10, generator=draw)[: len(lengths)]
+
+    found = batched_decode.attend(
+        query, torch.empty_like(query), k_cache, v_cache, table, rows, lengths, scaling=size**-0.5
+    )
+    for request, length in enumerate(lengths.tolist()):
+        slots = table[rows[request], :length].long()
+        for head in range(heads):
+            keys, values = (cache[slots, head * kv_heads // heads].double() for cache in (k_cache, v_cache))
+            weights = torch.softmax(keys @ query[request, head].double() * size**-0.5, dim=0)
+            torch.testing.assert_close(found[request, head].double(), weights @ values, rtol=0, atol=2e-6)
+
+
+def test_batched_decode_with_a_window_or_an_encoder_is_left_to_sglang(batched_decode):
+    class Backend:
+        def _run_sdpa_forward_decode(self, *tensors, **options):
+            return options
+
+    batched_decode.install(Backend)
+    tensors = [None] * 7
+    for encoder_lens, options in (
+        (None, {"sliding_window_size": 3, "is_cross_attn": False}),
+        (None, {"sliding_window_size": None, "is_cross_attn": True}),
+        (torch.tensor([2]), {"sliding_window_size": None, "is_cross_attn": False}),
+    ):
+        given = {"scaling": 0.5, "enable_gqa": True, "causal": False, **options}
+        assert Backend()._run_sdpa_forward_decode(*tensors, encoder_lens, **given) == given

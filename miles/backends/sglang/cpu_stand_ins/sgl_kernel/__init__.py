@@ -8,8 +8,6 @@ import sys
 
 import torch
 
-_MASK = 0xFFFFFFFF
-
 
 def _refusal(name: str):
     def refuse(*args, **kwargs):
@@ -25,35 +23,49 @@ def __getattr__(name: str):
     return _refusal(f"sgl_kernel.{name}")
 
 
-def _multiply(a: torch.Tensor, b: int) -> torch.Tensor:
-    # a * b modulo 2**32; int64 wraps modulo 2**64, of which the low 32 bits are exact.
-    return (a * b) & _MASK
+def _as_int32(bits: int) -> int:
+    return bits - 2**32 if bits >= 2**31 else bits
 
 
-def _rotate_left(a: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((a << bits) | (a >> (32 - bits))) & _MASK
+def _multiply(h: torch.Tensor, factor: int) -> torch.Tensor:
+    return h.mul_(_as_int32(factor))
 
 
-def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    k = _multiply(_rotate_left(_multiply(k, 0xCC9E2D51), 15), 0x1B873593)
-    return (_rotate_left(h ^ k, 13) * 5 + 0xE6546B64) & _MASK
+def _shift_right(h: torch.Tensor, bits: int) -> torch.Tensor:
+    return (h >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _rotate_left(h: torch.Tensor, bits: int) -> torch.Tensor:
+    low = _shift_right(h, 32 - bits)
+    return h.bitwise_left_shift_(bits).bitwise_or_(low)
+
+
+def _scramble(block: torch.Tensor) -> torch.Tensor:
+    return _multiply(_rotate_left(_multiply(block, 0xCC9E2D51), 15), 0x1B873593)
+
+
+def _absorb(h: torch.Tensor) -> torch.Tensor:
+    return _rotate_left(h, 13).mul_(5).add_(_as_int32(0xE6546B64))
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 (x86, 32 bits, seed 0) of the blocks [seed low, seed high, position, column].
 
     seed: (n,) uint64; positions: (n,) integers; col_indices: (m,) integers. Returns (n, m) uint32.
+
+    Computed in int32, which wraps as the hash wants it to, in place: the matrix has a column for each token of the
+    vocabulary, and int64 takes several times as long.
     """
     seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
-    low, high = seed & _MASK, (seed >> 32) & _MASK
-    rows = torch.zeros_like(low)
-    for block in (low, high, positions.to(torch.int64) & _MASK):
-        rows = _mix(rows, block)
-    h = _mix(rows[:, None], (col_indices.to(torch.int64) & _MASK)[None, :])
-    h = h ^ 16  # length of the four blocks in bytes
-    h = _multiply(h ^ (h >> 16), 0x85EBCA6B)
-    h = _multiply(h ^ (h >> 13), 0xC2B2AE35)
-    return (h ^ (h >> 16)).to(torch.uint32)
+    rows = torch.zeros_like(seed, dtype=torch.int32)
+    # A conversion to int32 keeps the low 32 bits.
+    for block in (seed.to(torch.int32), (seed >> 32).to(torch.int32), positions.to(torch.int32, copy=True)):
+        rows = _absorb(rows.bitwise_xor_(_scramble(block)))
+    h = _absorb(rows[:, None] ^ _scramble(col_indices.to(torch.int32, copy=True)))
+    h.bitwise_xor_(16)  # length of the four blocks in bytes
+    for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = _multiply(h.bitwise_xor_(_shift_right(h, bits)), factor)
+    return h.bitwise_xor_(_shift_right(h, 16)).view(torch.uint32)
 
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
