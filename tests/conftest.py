@@ -16,7 +16,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OnlineRunsBesideTheRest(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "online" if nodeid.startswith("tests/e2e/test_online.py") else "the rest"
+            online = ("tests/e2e/test_online.py", "tests/e2e/test_examples.py::test_canary")
+            return "online" if nodeid.startswith(online) else "the rest"
 
     return OnlineRunsBesideTheRest(config, log)
 
