@@ -23,6 +23,51 @@ class PromptRow:
     metadata: dict[str, Any]
 
 
+def check_prompt_file(path: Path, *, input_key: str, metadata_key: str, apply_chat_template: bool) -> None:
+    """Look at every line of a file as `PromptSource` does, but for what only a tokenizer can tell.
+
+    Raises:
+        ValueError: `path:line` and what was expected; a file without prompts.
+    """
+    empty = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                empty = False
+                _parse_row(
+                    line,
+                    where=f"{path}:{number}",
+                    input_key=input_key,
+                    metadata_key=metadata_key,
+                    messages_allowed=apply_chat_template,
+                )
+    if empty:
+        raise ValueError(f"prompt data {path}: no prompts")
+
+
+def _parse_row(
+    line: bytes, *, where: str, input_key: str, metadata_key: str, messages_allowed: bool
+) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    if input_key not in row:
+        raise ValueError(f"{where}: no key {input_key!r}; the row has {sorted(row)}")
+    if not isinstance(row.get(metadata_key) or {}, dict):
+        raise ValueError(f"{where}: {metadata_key!r} must be a JSON object")
+    prompt = row[input_key]
+    if isinstance(prompt, str):
+        return row
+    if not messages_allowed:
+        raise ValueError(f"{where}: {input_key!r} must be a string (messages need apply_chat_template)")
+    if not (isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)):
+        raise ValueError(f"{where}: {input_key!r} must be a string or a list of messages with a role")
+    return row
+
+
 class PromptSource:
     """Endless, deterministic stream of prompts over a JSONL file.
 
@@ -121,7 +166,7 @@ class PromptSource:
                 if line.strip():
                     row = self._parse(line, number)
                     seen_keys.update(row)
-                    pending.append((number, offset, self._render(row, number)))
+                    pending.append((number, offset, self._render(row)))
                     if len(pending) == _TOKENIZE_ROWS:
                         flush()
                 offset += len(line)
@@ -135,32 +180,20 @@ class PromptSource:
                 raise ValueError(f"prompt data {self.path}: no row has the key {key!r}")
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        where = f"{self.path}:{number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where}: not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
         input_key, _, metadata_key = self._keys
-        if input_key not in row:
-            raise ValueError(f"{where}: no key {input_key!r}; the row has {sorted(row)}")
-        if not isinstance(row.get(metadata_key) or {}, dict):
-            raise ValueError(f"{where}: {metadata_key!r} must be a JSON object")
-        return row
+        return _parse_row(
+            line,
+            where=f"{self.path}:{number}",
+            input_key=input_key,
+            metadata_key=metadata_key,
+            messages_allowed=self._template is not None,
+        )
 
-    def _render(self, row: dict[str, Any], number: int) -> str:
-        where = f"{self.path}:{number}"
+    def _render(self, row: dict[str, Any]) -> str:
         prompt = row[self._keys[0]]
         if self._template is None:
-            if not isinstance(prompt, str):
-                raise ValueError(f"{where}: {self._keys[0]!r} must be a string (messages need apply_chat_template)")
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not (
-            isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
-        ):
-            raise ValueError(f"{where}: {self._keys[0]!r} must be a string or a list of messages with a role")
         return self._template(messages, tokenize=False, add_generation_prompt=True)
 
     def __len__(self) -> int:
@@ -177,7 +210,7 @@ class PromptSource:
         _, label_key, metadata_key = self._keys
         return PromptRow(
             index=index,
-            prompt=self._render(row, number),
+            prompt=self._render(row),
             tokens=self._tokens[self._token_ends[index] : self._token_ends[index + 1]].tolist(),
             label=row.get(label_key),
             metadata=row.get(metadata_key) or {},

@@ -6,19 +6,18 @@ from pathlib import Path
 
 from miles.config import Args
 from miles.config.groups import flag_of
+from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
 from miles.rollout.rewards import load_function
 
 
 def check_rollout_inputs(args: Args) -> None:
-    """Import the user's functions and look for the keys that were named in the prompt files, up to where all are seen;
-    or, where rollouts are loaded, for their files.
-
-    The rollout side checks every line; this only tells the usual mistakes early.
+    """Import the user's functions and read the prompt files, all but their lengths in tokens; or, where rollouts are
+    loaded, look for their files.
 
     Raises:
-        ValueError: a function cannot be imported, no row of a file has a key, a kept rollout is missing, or the first
-            holds a line that is no sample.
+        ValueError: a function cannot be imported, a line of a prompt file is no prompt (`path:line`), no row of a file
+            has a key, a kept rollout is missing, or the first holds a line that is no sample.
     """
     if args.load_rollouts is not None:
         _check_kept_rollouts(args, Path(args.load_rollouts))
@@ -29,13 +28,19 @@ def check_rollout_inputs(args: Args) -> None:
     keys = {"input_key": args.input_key}
     keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.source_of(name) != "default"}
     paths = [args.prompt_data, *(one.path for one in args.eval_sets())]
-    for path in filter(None, paths):
-        found = _keys_until(Path(path), wanted=keys.values())
+    for path in map(Path, filter(None, paths)):
+        found = _keys_until(path, wanted=keys.values())
         for name, key in keys.items():
             if found and key not in found:
                 raise ValueError(
                     f"{flag_of(name)} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
                 )
+        check_prompt_file(
+            path,
+            input_key=args.input_key,
+            metadata_key=args.metadata_key,
+            apply_chat_template=args.apply_chat_template,
+        )
 
 
 def rollout_file(folder: Path, rollout_id: int) -> Path:
@@ -54,7 +59,7 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
 
 
 def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:
-    """Keys of the objects of a file, up to where all wanted ones are seen; other lines are left to the reader."""
+    """Keys of the objects of a file, up to where all wanted ones are seen; lines that are none are passed over."""
     missing, keys = set(wanted), set[str]()
     with path.open("rb") as file:
         for line in file:

@@ -40,8 +40,23 @@ def test_default_label_key_that_no_row_has_accepted(args_with: Any) -> None:
     check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}]))
 
 
-def test_line_that_is_no_object_left_to_the_reader(args_with: Any) -> None:
-    check_rollout_inputs(args_with([[1, 2], {"prompt": "1 + 1 ="}]))
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ([1, 2], r"prompts\.jsonl:151: expected a JSON object, got list"),
+        ({"question": "1 + 1 ="}, r"prompts\.jsonl:151: no key 'prompt'; the row has \['question'\]"),
+        ({"prompt": 3}, r"prompts\.jsonl:151: 'prompt' must be a string"),
+        ({"prompt": "1 +", "metadata": "none"}, r"prompts\.jsonl:151: 'metadata' must be a JSON object"),
+    ],
+)
+def test_late_line_that_is_no_prompt_refused_by_line(args_with: Any, late: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}] * 150 + [late]))
+
+
+def test_prompt_file_without_prompts_refused(args_with: Any) -> None:
+    with pytest.raises(ValueError, match=r"prompt data .*prompts\.jsonl: no prompts"):
+        check_rollout_inputs(args_with([]))
 
 
 def test_kept_rollout_that_is_missing_or_holds_no_samples_refused(tmp_path: Path) -> None:
