@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from miles.config import Args
+from miles.config.choices import is_hook
 from miles.config.groups import flag_of
 from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
@@ -19,12 +20,15 @@ def check_rollout_inputs(args: Args) -> None:
         ValueError: a function cannot be imported, a line of a prompt file is no prompt (`path:line`), no row of a file
             has a key, a kept rollout is missing, or the first holds a line that is no sample.
     """
+    functions = ["advantage_estimator"] if is_hook(args.advantage_estimator) else []
+    if args.load_rollouts is None:
+        functions += ["custom_rm_path", "dynamic_sampling_filter_path"]
+    for name in functions:
+        if (path := getattr(args, name)) is not None:
+            load_function(path, flag=flag_of(name))
     if args.load_rollouts is not None:
         _check_kept_rollouts(args, Path(args.load_rollouts))
         return
-    for path in (args.custom_rm_path, args.dynamic_sampling_filter_path):
-        if path is not None:
-            load_function(path)
     keys = {"input_key": args.input_key}
     keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.source_of(name) != "default"}
     paths = [args.prompt_data, *(one.path for one in args.eval_sets())]

@@ -23,33 +23,37 @@ RewardFunction = Callable[..., Any]
 """
 
 
-def load_function(path: str) -> Callable[..., Any]:
+def load_function(path: str, *, flag: str = "function path") -> Callable[..., Any]:
     """The function at "package.module:function" or "path/to/file.py:function".
+
+    Args:
+        flag: what the path was given as, for the message.
 
     Raises:
         ValueError: malformed path, no such file, module or function, or an error while the module was imported.
     """
+    given = f"{flag} {path}"
     where, separator, name = path.rpartition(":")
     if not separator or not where or not name.isidentifier():
-        raise ValueError(f"function path {path!r}: expected package.module:function or file.py:function")
+        raise ValueError(f"{given}: expected package.module:function or file.py:function")
     if where.endswith(".py"):
-        module = _load_file(Path(where), path)
+        module = _load_file(Path(where), given)
     else:
         try:
             module = importlib.import_module(where)
         except Exception as error:
-            raise ValueError(f"function path {path!r}: importing {where} failed: {_describe(error)}") from error
+            raise ValueError(f"{given}: importing {where} failed: {_describe(error)}") from error
     function = vars(module).get(name)
     if function is None:
-        raise ValueError(f"function path {path!r}: {where} has no {name}")
+        raise ValueError(f"{given}: {where} has no {name}")
     if not callable(function):
-        raise ValueError(f"function path {path!r}: {name} is a {type(function).__name__}, not a function")
+        raise ValueError(f"{given}: {name} is a {type(function).__name__}, not a function")
     return function
 
 
-def _load_file(file: Path, path: str) -> Any:
+def _load_file(file: Path, given: str) -> Any:
     if not file.is_file():
-        raise ValueError(f"function path {path!r}: there is no file {file}")
+        raise ValueError(f"{given}: there is no file {file}")
     # The full path in the name: two files may share their last part.
     module_name = "miles_hook_" + "".join(c if c.isalnum() else "_" for c in str(file.resolve().with_suffix("")))
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -60,7 +64,7 @@ def _load_file(file: Path, path: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"function path {path!r}: importing {file} failed: {_describe(error)}") from error
+        raise ValueError(f"{given}: importing {file} failed: {_describe(error)}") from error
     return module
 
 

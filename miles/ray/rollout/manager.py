@@ -67,9 +67,9 @@ class RolloutManager:
         assert args.custom_rm_path is not None and args.hf_checkpoint is not None and args.prompt_data is not None
         config = read_model_config(args.hf_checkpoint)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        self._reward = load_function(args.custom_rm_path)
-        filter_path = args.dynamic_sampling_filter_path
-        self._keep = None if filter_path is None else load_function(filter_path)
+        self._reward = load_function(args.custom_rm_path, flag="--custom-rm-path")
+        filter_path, flag = args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path"
+        self._keep = None if filter_path is None else load_function(filter_path, flag=flag)
         limit = _prompt_limit(args, config, args.rollout_max_response_len, trained=True)
         prompts = self._prompts(args.prompt_data, limit, shuffle=args.rollout_shuffle)
         self._source = GroupSource(prompts, samples_per_prompt=args.n_samples_per_prompt)

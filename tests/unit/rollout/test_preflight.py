@@ -71,8 +71,16 @@ def test_kept_rollout_that_is_missing_or_holds_no_samples_refused(tmp_path: Path
         check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
 
 
-def test_reward_function_that_cannot_be_imported_refused(args_with: Any, tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
+@pytest.mark.parametrize("field", ["custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"])
+def test_function_that_cannot_be_imported_refused_by_flag(args_with: Any, tmp_path: Path, field: str) -> None:
+    file = tmp_path / "mine.py"
     file.write_text("import there_is_no_such_module\n")
-    with pytest.raises(ValueError, match="there_is_no_such_module"):
-        check_rollout_inputs(args_with([{"prompt": "1"}], custom_rm_path=f"{file}:score"))
+    with pytest.raises(ValueError, match="there_is_no_such_module") as refused:
+        check_rollout_inputs(args_with([{"prompt": "1"}], **{field: f"{file}:f"}))
+    assert str(refused.value).startswith(f"--{field.replace('_', '-')} {file}:f: importing {file} failed: ")
+
+
+def test_advantage_function_refused_where_rollouts_are_loaded(tmp_path: Path) -> None:
+    args = Args.build(load_rollouts=str(tmp_path), num_rollout=1, advantage_estimator="json:missing")
+    with pytest.raises(ValueError, match="--advantage-estimator json:missing: json has no missing"):
+        check_rollout_inputs(args)
