@@ -130,10 +130,10 @@ if __name__ == "__main__":
             refuse_changed_config(settings)
         check_rollout_inputs(settings)
         # Importing Ray takes a second: after the cheaper refusals.
-        from miles.ray.cluster import check_devices_can_be_had
+        from miles.ray.cluster import check_before_ray_starts
         from miles.ray.program import run_program
 
-        check_devices_can_be_had(settings)
+        check_before_ray_starts(settings, entry="train")
         folder = create_run_folder(settings, entry="train")
         if settings.critic_load is not None and contract_path(settings.critic_load).exists():
             consumed = describe_value_pretraining(

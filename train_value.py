@@ -53,10 +53,10 @@ if __name__ == "__main__":
         )
         settings = settings.replace(source="manifest", **objective_args(value_plan.manifest.objective))
         # Ray comes only now: everything above is refused within a second or two.
-        from miles.ray.cluster import check_devices_can_be_had
+        from miles.ray.cluster import check_before_ray_starts
         from miles.ray.program import run_program
 
-        check_devices_can_be_had(settings)
+        check_before_ray_starts(settings, entry="train_value")
         # What an earlier start made is not what this one will have made.
         facts = {"value_data": value_plan.data_record(), "value_pretraining": None}
         update_run_json(create_run_folder(settings, entry="train_value"), **facts)

@@ -39,9 +39,10 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} {'is not a folder' if folder.exists() else 'does not exist'}")
     config = read_model_config(folder)
-    vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise ValueError(f"{folder / 'config.json'}: vocab_size is missing")
+    vocab_size = positive_integer(config, "vocab_size", folder / "config.json")
+    _check_special_ids(config, vocab_size, folder / "config.json")
+    if (generation := folder / "generation_config.json").exists():
+        _check_special_ids(read_json_object(generation), vocab_size, generation)
     count = 0
     for file in weight_files(folder):
         for entry in read_safetensors_header(file).values():
@@ -69,6 +70,30 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     """
     whole = read_json_object(Path(folder) / "config.json")
     return whole.get("text_config", whole)
+
+
+def positive_integer(config: dict[str, Any], key: str, path: Path) -> int:
+    """An integer above zero of the config in `path`.
+
+    Raises:
+        ValueError: it is missing or something else.
+    """
+    value = config.get(key)
+    # A JSON true is an int to isinstance.
+    if type(value) is not int or value < 1:
+        state = f"is {value!r}" if key in config else "is missing"
+        raise ValueError(f"{path}: {key} {state}, expected an integer above 0")
+    return value
+
+
+def _check_special_ids(config: dict[str, Any], vocab_size: int, path: Path) -> None:
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            # Old Llama folders say -1 for no padding.
+            lowest = -1 if key == "pad_token_id" else 0
+            if type(token) is not int or not lowest <= token < vocab_size:
+                raise ValueError(f"{path}: {key} is {value!r}, expected ids below the model's vocab_size {vocab_size}")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -16,7 +16,12 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
+from miles.backends.megatron.architecture import Architecture
+from miles.backends.megatron.weight_rules import check_tensors
+from miles.backends.sglang.ports import reserve_port
 from miles.config import Args
+from miles.config.args import Entry
+from miles.config.groups import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +100,21 @@ def device_kind(args: Args) -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
 
 
-def check_devices_can_be_had(args: Args) -> None:
+def check_before_ray_starts(args: Args, *, entry: Entry) -> None:
     """Refuse what cannot work, before Ray spends a minute on it.
 
     Raises:
-        ValueError: nothing listens at RAY_ADDRESS; or no cluster is named, and this machine has no GPU for
-            `--device cuda`.
+        ValueError: the model's config.json and weight files do not fit each other or the backend; nothing listens at
+            RAY_ADDRESS; or no cluster is named, and this machine has no GPU for `--device cuda`, or a port of
+            `--sglang-port-base` is taken.
     """
+    _check_models(args, entry=entry)
     address = os.environ.get("RAY_ADDRESS", "")
     if not address:
         if args.device == "cuda" and NvidiaGPUAcceleratorManager.get_current_node_num_accelerators() == 0:
             raise ValueError("--device cuda: this machine has no GPU, and RAY_ADDRESS names no cluster that has some")
+        if entry == "train" and args.load_rollouts is None:
+            _check_engine_ports(args)
         return
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit() or "://" in address:
@@ -114,6 +123,30 @@ def check_devices_can_be_had(args: Args) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise ValueError(f"RAY_ADDRESS {address}: no Ray cluster answers there: {error}") from None
+
+
+def _check_models(args: Args, *, entry: Entry) -> None:
+    assert args.hf_checkpoint is not None
+    field, folder = "hf_checkpoint", args.hf_checkpoint
+    try:
+        architecture = Architecture.from_hf(folder)
+        # A critic leaves the language-model head out.
+        check_tensors(folder, architecture, output_layer=entry == "train")
+        if entry == "train" and args.ref_load is not None and (Path(args.ref_load) / "config.json").is_file():
+            field, folder = "ref_load", args.ref_load
+            check_tensors(folder, architecture, output_layer=True)
+    except ValueError as error:
+        raise ValueError(f"{flag_of(field)}: {error}") from None
+
+
+def _check_engine_ports(args: Args) -> None:
+    if args.sglang_port_base is None:
+        return
+    for engine in range(args.rollout_num_gpus // args.rollout_num_gpus_per_engine):
+        try:
+            reserve_port(args.sglang_port_base + engine).release()
+        except ValueError as error:
+            raise ValueError(f"--sglang-port-base {args.sglang_port_base}: {error}") from None
 
 
 def _init(args: Args, *, address: str | None, needed: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.config.groups import flag_of
+from miles.config.hf_folder import positive_integer, read_json_object
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 VOCAB_MULTIPLE = 128
+_DEFAULT_ROPE_THETA = 10000.0
+"""transformers' own, where a config.json says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,66 +82,53 @@ class Architecture:
         path = Path(folder) / "config.json"
         if not Path(folder).is_dir():
             raise ValueError(f"model folder {folder} does not exist")
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"model folder {folder} has no config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not valid JSON ({error})") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: expected a JSON object")
-        model_type = raw.get("model_type")
+        config = read_json_object(path)
+        model_type = config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ValueError(
                 f"{path}: model_type {model_type!r} is not supported; "
                 f"expected one of {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
-        values = raw if _states_all(raw) else _filled_in(Path(folder))
-        rope_theta = _check_features(path, values)
-        heads = values["num_attention_heads"]
+        hidden = positive_integer(config, "hidden_size", path)
+        heads = positive_integer(config, "num_attention_heads", path)
+        # As transformers fills it in; a Qwen without the key is damaged.
+        if config.get("num_key_value_heads") is None and (model_type == "llama" or "num_key_value_heads" in config):
+            config["num_key_value_heads"] = heads
+        groups = positive_integer(config, "num_key_value_heads", path)
+        if heads % groups:
+            raise ValueError(f"{path}: num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+        own_head_dim = model_type == "qwen3" or config.get("head_dim") is not None
+        # transformers refuses such a Llama even where head_dim is given.
+        if hidden % heads and (model_type == "llama" or not own_head_dim):
+            raise ValueError(f"{path}: num_attention_heads {heads} does not divide hidden_size {hidden}")
+        head_dim = positive_integer(config, "head_dim", path) if own_head_dim else hidden // heads
+        if head_dim % 2:
+            raise ValueError(f"{path}: head_dim is {head_dim}, expected an even number, which rotary embeddings need")
+        tied = config.get("tie_word_embeddings", False)
+        if type(tied) is not bool:
+            raise ValueError(f"{path}: tie_word_embeddings is {tied!r}, expected true or false")
         return cls(
             model_type=model_type,
-            num_layers=values["num_hidden_layers"],
-            hidden_size=values["hidden_size"],
-            ffn_hidden_size=values["intermediate_size"],
+            num_layers=positive_integer(config, "num_hidden_layers", path),
+            hidden_size=hidden,
+            ffn_hidden_size=positive_integer(config, "intermediate_size", path),
             num_attention_heads=heads,
-            num_query_groups=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            vocab_size=values["vocab_size"],
-            max_position_embeddings=values["max_position_embeddings"],
-            norm_eps=float(values["rms_norm_eps"]),
-            rope_theta=rope_theta,
-            tied_embeddings=bool(values["tie_word_embeddings"]),
+            num_query_groups=groups,
+            head_dim=head_dim,
+            vocab_size=positive_integer(config, "vocab_size", path),
+            max_position_embeddings=positive_integer(config, "max_position_embeddings", path),
+            norm_eps=_positive_number(config, "rms_norm_eps", path),
+            rope_theta=_check_features(path, config),
+            tied_embeddings=tied,
         )
 
 
-_INTEGERS = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings"),
-)
-
-
-def _states_all(raw: dict[str, Any]) -> bool:
-    """Whether a config.json itself holds all that is read here, each of its type."""
-    rope = raw.get("rope_parameters")
-    theta = rope.get("rope_theta") if isinstance(rope, dict) else raw.get("rope_theta")
-    return (
-        all(type(raw.get(name)) is int and raw[name] > 0 for name in _INTEGERS)
-        and type(raw.get("rms_norm_eps")) is float
-        and type(raw.get("tie_word_embeddings")) is bool
-        and isinstance(raw.get("hidden_act"), str)
-        and type(theta) in (int, float)
-    )
-
-
-def _filled_in(folder: Path) -> dict[str, Any]:
-    """All fields of a config.json that leaves out what equals transformers' defaults; costs seconds of imports."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict()
-    except Exception as error:
-        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {error}") from None
+def _positive_number(config: dict[str, Any], key: str, path: Path) -> float:
+    value = config.get(key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        state = f"is {value!r}" if key in config else "is missing"
+        raise ValueError(f"{path}: {key} {state}, expected a number above 0")
+    return float(value)
 
 
 def _check_features(path: Path, values: dict[str, Any]) -> float:
@@ -148,20 +137,21 @@ def _check_features(path: Path, values: dict[str, Any]) -> float:
     def refuse(field: str, expected: str) -> None:
         raise ValueError(f"{path}: {field} = {values[field]!r} is not supported; expected {expected}")
 
-    if values["hidden_act"] != "silu":
+    if values.get("hidden_act", "silu") != "silu":
         refuse("hidden_act", "'silu'")
     for field in ("attention_bias", "mlp_bias", "use_sliding_window", "attention_dropout", "quantization_config"):
         if values.get(field):
             refuse(field, "it to be off")
-    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+    layer_types = values.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         refuse("layer_types", "full_attention in every layer")
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    for field in ("rope_parameters", "rope_scaling"):
+        if not isinstance(values.get(field) or {}, dict):
+            refuse(field, "an object")
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise ValueError(f"{path}: rope_scaling of rope_type {kind!r} is not supported; expected 'default'")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; expected 1.0")
-    theta = rope.get("rope_theta") or values.get("rope_theta")
-    if theta is None:
-        raise ValueError(f"{path}: rope_theta is missing")
-    return float(theta)
+    return _positive_number({"rope_theta": _DEFAULT_ROPE_THETA} | values | rope, "rope_theta", path)

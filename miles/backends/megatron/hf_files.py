@@ -64,9 +64,6 @@ class HFWeights:
     def names(self) -> set[str]:
         return set(self._header)
 
-    def file_of(self, name: str) -> Path:
-        return self._file_of[name]
-
     def dtype(self, name: str) -> torch.dtype:
         return self._header[name][0]
 

@@ -14,7 +14,7 @@ from miles.backends.megatron.device import Device
 from miles.backends.megatron.layer_spec import decoder_spec, transformer_engine_in_use
 from miles.backends.megatron.parallel import ParallelState
 from miles.backends.megatron.value_head import ValueHead
-from miles.backends.megatron.weights import build_rules
+from miles.backends.megatron.weight_rules import build_rules
 
 # Components of a module path that mark it as attention, for freezing a critic's attention.
 ATTENTION_NAMES = frozenset({"attention", "attn", "cross_attention", "cross_attn", "self_attention", "self_attn"})

@@ -2,14 +2,13 @@
 
 Megatron keeps query, key and value of one group of heads side by side (q..q k v | q..q k v | ...), gate and up
 projections in one matrix (per tensor-parallel rank: its rows of gate, then its rows of up), and pads the vocabulary. A
-`Rule` says this of one Megatron parameter; everything else here walks the list of rules.
+`Rule` says this of one Megatron parameter; everything here walks the list of rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,90 +16,9 @@ import torch.distributed as dist
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.hf_files import HFWeights
 from miles.backends.megatron.parallel import ParallelState
+from miles.backends.megatron.weight_rules import Rule, build_rules, check_tensors
 
-Kind = Literal["copy", "columns", "qkv", "gate_up", "vocab"]
 TensorInfo = tuple[str, torch.dtype, tuple[int, ...]]
-
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
-# Buffers that old exports carry and nobody loads.
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one Megatron parameter is made of Hugging Face tensors.
-
-    `kind`: "copy" replicates over tensor-parallel ranks; "columns" splits dimension 1; "qkv" and "gate_up" merge
-    several tensors as the module docstring says; "vocab" splits dimension 0 after padding.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Shape of each Hugging Face tensor."""
-    kind: Kind
-    stage: int
-    """Pipeline stage that holds the parameter."""
-
-
-def build_rules(
-    architecture: Architecture, *, pipeline_size: int, fused_norms: bool = False, output_layer: bool = True
-) -> list[Rule]:
-    """Rules of the whole model in a fixed order, the same on every rank.
-
-    Args:
-        fused_norms: Transformer Engine's names, where a norm's weight belongs to the linear layer after it.
-        output_layer: Whether an untied model's language-model head is included; a critic has none.
-    """
-    a = architecture
-    head, hidden, ffn = a.head_dim, a.hidden_size, a.ffn_hidden_size
-    queries, keys = a.num_attention_heads * head, a.num_query_groups * head
-    per_stage = a.num_layers // pipeline_size
-    last = pipeline_size - 1
-    rules = [Rule("embedding.word_embeddings.weight", (EMBEDDING,), ((a.vocab_size, hidden),), "vocab", 0)]
-    for layer in range(a.num_layers):
-        stage, local = divmod(layer, per_stage)
-        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        attention, mlp = ours + "self_attention.", ours + "mlp."
-        their_attention, their_mlp = theirs + "self_attn.", theirs + "mlp."
-
-        def add(megatron: str, hf: list[str], shapes: list[tuple[int, ...]], kind: Kind, stage: int = stage) -> None:
-            rules.append(Rule(megatron, tuple(hf), tuple(shapes), kind, stage))
-
-        input_norm = attention + "linear_qkv.layer_norm_weight" if fused_norms else ours + "input_layernorm.weight"
-        mlp_norm = mlp + "linear_fc1.layer_norm_weight" if fused_norms else ours + "pre_mlp_layernorm.weight"
-        projections = [their_attention + f"{x}_proj" for x in "qkv"]
-        add(input_norm, [theirs + "input_layernorm.weight"], [(hidden,)], "copy")
-        add(
-            attention + "linear_qkv.weight",
-            [name + ".weight" for name in projections],
-            [(queries, hidden), (keys, hidden), (keys, hidden)],
-            "qkv",
-        )
-        if a.qkv_bias:
-            add(
-                attention + "linear_qkv.bias",
-                [name + ".bias" for name in projections],
-                [(queries,), (keys,), (keys,)],
-                "qkv",
-            )
-        if a.qk_norm:
-            for x in "qk":
-                add(attention + f"{x}_layernorm.weight", [their_attention + f"{x}_norm.weight"], [(head,)], "copy")
-        add(attention + "linear_proj.weight", [their_attention + "o_proj.weight"], [(hidden, queries)], "columns")
-        add(mlp_norm, [theirs + "post_attention_layernorm.weight"], [(hidden,)], "copy")
-        add(
-            mlp + "linear_fc1.weight",
-            [their_mlp + "gate_proj.weight", their_mlp + "up_proj.weight"],
-            [(ffn, hidden), (ffn, hidden)],
-            "gate_up",
-        )
-        add(mlp + "linear_fc2.weight", [their_mlp + "down_proj.weight"], [(hidden, ffn)], "columns")
-    rules.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),), "copy", last))
-    if output_layer and not a.tied_embeddings:
-        rules.append(Rule("output_layer.weight", (OUTPUT,), ((a.vocab_size, hidden),), "vocab", last))
-    return rules
 
 
 def to_shard(
@@ -164,19 +82,13 @@ def load_hf_weights(
     Raises:
         ValueError: Folder or file missing, truncated or damaged; a tensor missing, unknown, or of another shape.
     """
+    check_tensors(folder, architecture, output_layer=not critic)
     rules = build_rules(architecture, pipeline_size=parallel.pp_size, fused_norms=fused_norms, output_layer=not critic)
     params = dict(model.named_parameters())
     unfilled = set(params)
     if critic:
         unfilled -= {"output_layer.weight", "output_layer.bias"}
     with HFWeights(folder) as weights:
-        expected = {name for rule in rules for name in rule.hf} | {OUTPUT}
-        unknown = sorted(n for n in weights.names() - expected if not n.endswith(_IGNORED_SUFFIX))
-        if unknown:
-            raise ValueError(
-                f"{weights.file_of(unknown[0])}: tensor {unknown[0]} has no place in a {architecture.model_type} model"
-                + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
-            )
         for rule in rules:
             if rule.stage != parallel.pp_rank:
                 continue

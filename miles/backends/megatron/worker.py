@@ -124,7 +124,8 @@ class MegatronWorker:
         from miles.backends.megatron.model import build_model, freeze_attention
         from miles.backends.megatron.optimizer import build_optimizer, wrap_data_parallel
         from miles.backends.megatron.step import Stepper
-        from miles.backends.megatron.weights import build_buckets, build_rules, load_hf_weights
+        from miles.backends.megatron.weight_rules import build_rules
+        from miles.backends.megatron.weights import build_buckets, load_hf_weights
 
         args, critic = self.args, self.role == "critic"
         self._dtype = torch.bfloat16 if args.bf16 else torch.float32

@@ -36,7 +36,8 @@ def test_nested_text_config_is_read(hf_folder: Path) -> None:
         ("config.json", None, "has no config.json"),
         ("config.json", b'{"vocab_size": 8', "config.json: damaged or truncated"),
         ("config.json", b"[]", "config.json: expected a JSON object, got list"),
-        ("config.json", b"{}", "config.json: vocab_size is missing"),
+        ("config.json", b"{}", "config.json: vocab_size is missing, expected an integer above 0"),
+        ("config.json", b'{"vocab_size": true}', "config.json: vocab_size is True, expected an integer above 0"),
         ("model.safetensors", None, "has neither model.safetensors nor model.safetensors.index.json"),
         ("model.safetensors", b"", "truncated: 0 bytes do not hold a safetensors header"),
         ("model.safetensors", struct.pack("<Q", 99) + b"{}", "truncated: 10 bytes do not hold a safetensors header"),
@@ -68,6 +69,28 @@ def test_damage_is_named(hf_folder: Path, name: str, content: bytes | None, mess
         inspect_hf_folder(hf_folder)
     assert message in str(error.value)
     assert str(hf_folder) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("eos_token_id", 8), ("bos_token_id", 9), ("pad_token_id", 8), ("eos_token_id", [1, 8])),
+        *(("eos_token_id", "<eos>"), ("eos_token_id", -1), ("pad_token_id", -2)),
+    ],
+)
+def test_special_token_outside_the_vocabulary_is_named(hf_folder: Path, name: str, key: str, value: Any) -> None:
+    path = hf_folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {key: value}))
+    with pytest.raises(ValueError, match=r".") as error:
+        inspect_hf_folder(hf_folder)
+    assert str(error.value) == f"{path}: {key} is {value!r}, expected ids below the model's vocab_size 8"
+
+
+def test_special_tokens_of_the_vocabulary_are_accepted(hf_folder: Path) -> None:
+    ids = {"bos_token_id": None, "eos_token_id": [1, 7], "pad_token_id": -1}
+    (hf_folder / "generation_config.json").write_text(json.dumps(ids))
+    inspect_hf_folder(hf_folder)
 
 
 @pytest.mark.parametrize(("extra", "state"), [(-1, "truncated"), (1, "longer than its header says")])

@@ -332,7 +332,8 @@ def send_weights(
 
     from miles.backends.megatron import worker as worker_module
     from miles.backends.megatron.architecture import Architecture
-    from miles.backends.megatron.weights import build_buckets, build_rules
+    from miles.backends.megatron.weight_rules import build_rules
+    from miles.backends.megatron.weights import build_buckets
     from miles.backends.weight_group import join_weight_group, leave_weight_group
 
     address = f"tcp://127.0.0.1:{group_port}"

@@ -8,7 +8,8 @@ import torch
 
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.vocab_parallel import token_log_probs
-from miles.backends.megatron.weights import Rule, build_buckets, build_rules, from_shards, to_shard
+from miles.backends.megatron.weight_rules import Rule, build_rules
+from miles.backends.megatron.weights import build_buckets, from_shards, to_shard
 
 
 def architecture(**changes: Any) -> Architecture:
