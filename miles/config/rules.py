@@ -207,10 +207,12 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
             yield f"{flag_of(field)} {folder}: no such folder"
         elif folder is not None and not any(Path(folder).iterdir()):
             yield f"{flag_of(field)} {folder}: the folder is empty, there is nothing to resume from"
-    for field in ("save", "critic_save", "run_dir"):
-        folder = getattr(args, field)
-        if folder is not None and (reason := _not_writable(Path(folder))):
-            yield f"{flag_of(field)} {folder}: {reason}"
+    written = {"run_dir": args.run_dir} | {field: getattr(args, field) for field in _saved_to(args, entry)}
+    unusable = {field: why for field, folder in written.items() if folder and (why := _not_writable(Path(folder)))}
+    for field, why in unusable.items():
+        # A folder that was put into the run folder has nothing of its own to tell.
+        if field == "run_dir" or args.source_of(field) != "generated" or "run_dir" not in unusable:
+            yield f"{flag_of(field)} {written[field]}: {why}"
     if args.save and args.critic_save and Path(args.save).resolve() == Path(args.critic_save).resolve():
         yield f"--save and --critic-save name the same folder {args.save}"
 

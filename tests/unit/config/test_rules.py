@@ -619,11 +619,27 @@ def test_output_folder_on_a_file_system_without_files_is_refused_as_such(online:
         online | {"run_dir": "/proc/x", "save": "/proc/x/actor", "critic_save": "/proc/x/critic"}, "train"
     )
     assert [line.split(": cannot be written: /proc: ")[0] for line in lines] == [
+        "--run-dir /proc/x",
         "--save /proc/x/actor",
         "--critic-save /proc/x/critic",
-        "--run-dir /proc/x",
     ]
     assert os.listdir("/proc") and not any("free" in line for line in lines)
+
+
+def test_run_folder_that_cannot_be_made_is_refused_once(online: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = tmp_path / "file" / "run"
+    args = Args.build(**{name: value for name, value in online.items() if name != "save"}, run_dir=str(run))
+    args = args.replace(source="generated", save=str(run / "actor"), critic_save=str(run / "critic"))
+    with pytest.raises(ValueError, match=r".") as refused:
+        check(args, entry="train")
+    assert str(refused.value) == f"--run-dir {run}: {tmp_path}/file is not a folder"
+
+
+def test_critic_folder_of_a_run_without_a_critic_is_not_looked_at(online: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    args = Args.build(**online, advantage_estimator="grpo")
+    check(args.replace(source="generated", critic_save=f"{tmp_path}/file/critic"), entry="train")
 
 
 def test_looking_whether_a_folder_can_be_written_leaves_nothing(online: dict[str, Any], tmp_path: Path) -> None:
