@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_program(name: str, work: Coroutine[Any, Any, Any]) -> None:
-    """Run `work` and leave the cluster; an error becomes one line and exit code 1 (130 when interrupted)."""
+    """Run `work` and leave the cluster; an error is one line and exit code 1, Ctrl-C 130, SIGTERM 143."""
     with reported(name):
         asyncio.run(work)
 
@@ -26,14 +26,21 @@ def run_program(name: str, work: Coroutine[Any, Any, Any]) -> None:
 @contextmanager
 def reported(name: str) -> Iterator[None]:
     """Report an error of the body as one line and exit; a traceback too where the log level is DEBUG."""
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    received = signal.SIGINT
+
+    def terminate(signum: int, frame: object) -> None:
+        nonlocal received
+        received = signal.Signals(signum)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, terminate)
     # asyncio turns Ctrl-C into a cancellation only where Python's own handler stands.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         print(f"{name}: interrupted; nothing half-written is left, published checkpoints stand", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(128 + received) from None
     except (Exception, asyncio.CancelledError) as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exc()
@@ -62,7 +69,3 @@ def one_line(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
     where = "" if frame is None else f" at {frame.filename}:{frame.lineno} ({frame.line})"
     return f"{type(error).__name__}{': ' * bool(text)}{text}{where}; --log-level DEBUG shows the whole trace"
-
-
-def _terminate(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
