@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from miles.config.groups import flag_of
 from miles.contracts.artifact import check_checkpoint_listing
-from miles.contracts.canonical import parse_strict_json, require_int
+from miles.contracts.canonical import require_int
 from miles.contracts.chain import iteration_folder, prune_link_records, write_link_record
 from miles.contracts.publish import publish_bytes
-from miles.contracts.value_report import check_report
+from miles.contracts.value_report import parse_report
 from miles.contracts.value_schema import (
     VALUE_PRETRAIN_CONTRACT_NAME,
     VALUE_PRETRAIN_CONTRACT_SCHEMA,
@@ -41,6 +41,7 @@ from miles.contracts.value_schema import (
     contract_sha256,
     load_value_pretrain_contract,
     load_value_pretrain_manifest,
+    require_input,
 )
 from miles.data import value_sample
 from miles.data.value_sample import ValueSample, parse_value_row
@@ -103,8 +104,7 @@ class ValuePretrainDataset:
     def __init__(self, spec: ValueDatasetSpec, objective: ValueObjective) -> None:
         self.spec = spec
         self.objective = objective
-        if not spec.path.is_file():
-            raise FileNotFoundError(f"value-pretraining dataset does not exist: {spec.path}")
+        require_input(spec.path, what="value-pretraining dataset")
         self._index = self._open_and_verify()
         self.max_tokens = self._index.max_tokens
 
@@ -631,7 +631,7 @@ def check_online_contract(
 def check_passed_report(path: str, *, contract_digest: str) -> None:
     """Raise ValueError unless the evaluation report at `path` passed its gate for the critic of that contract."""
     try:
-        report = check_report(parse_strict_json(Path(path).read_bytes()))
+        report = parse_report(Path(path).read_bytes())
     except (ValueError, OSError) as error:
         raise ValueError(f"--critic-value-eval-report {path}: {error}") from None
     split = report["manifest"]["split"]

@@ -14,6 +14,7 @@ from miles.contracts.canonical import (
     canonical_json_bytes,
     check_seal,
     parse_strict_json,
+    require_file,
     require_int,
     require_sha256,
     sealed,
@@ -27,8 +28,11 @@ CHECKPOINT_MANIFEST_SCHEMA = "miles.checkpoint-manifest.v1"
 
 
 def _regular_files(folder: Path) -> list[str]:
+    def fail(error: OSError) -> None:
+        raise error
+
     names: list[str] = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=fail):
         for name in folders + files:
             path = Path(parent, name)
             if path.is_symlink():
@@ -36,7 +40,7 @@ def _regular_files(folder: Path) -> list[str]:
         for name in files:
             path = Path(parent, name)
             if not path.is_file():
-                raise ValueError(f"{path}: not a regular file")
+                raise ValueError(f"{path}: is not a regular file")
             names.append(path.relative_to(folder).as_posix())
     return sorted(name for name in names if name != CHECKPOINT_MANIFEST_NAME)
 
@@ -100,8 +104,12 @@ def read_checkpoint_manifest(folder: str | os.PathLike[str], *, expected_sha256:
         ValueError: the digest differs, or the manifest was changed after it was written.
     """
     path = Path(folder) / CHECKPOINT_MANIFEST_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: missing, so this is not a complete checkpoint")
+    try:
+        require_file(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: missing, so this is not a complete checkpoint") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     data = path.read_bytes()
     actual = sha256_bytes(data)
     if expected_sha256 is not None and actual != expected_sha256:

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,43 @@ def sha256_file(path: str | os.PathLike[str], *, progress: Callable[[int], None]
             if progress is not None:
                 progress(len(chunk))
     return digest.hexdigest()
+
+
+def require_file(path: Path) -> None:
+    """Raise unless a regular file lies at `path`; to open a named pipe instead would wait for ever.
+
+    Raises:
+        FileNotFoundError: nothing lies there.
+        ValueError: something else does.
+        OSError: the system's own reason, such as a loop of links or no permission.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError("missing") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError("is a folder, not a file" if stat.S_ISDIR(mode) else "is not a regular file")
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Return `path` with its links resolved as far as they lead; at a loop of links `Path.resolve` raises."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError:
+        # A zero byte: no file has such a name.
+        return Path(path)
+
+
+def error_text(error: Exception, named: Mapping[str, str | os.PathLike[str] | None] | None = None) -> str:
+    """Return an error as one line; one of the file system as `PATH: No such file or directory`.
+
+    Args:
+        named: flag -> the path it gave; the flag of the error's path is set before it.
+    """
+    if not isinstance(error, OSError) or not error.strerror or not isinstance(error.filename, str):
+        return str(error)
+    flags = [flag for flag, path in (named or {}).items() if path is not None and Path(path) == Path(error.filename)]
+    return f"{' '.join([*flags[:1], error.filename])}: {error.strerror}"
 
 
 def is_sha256(value: object) -> bool:

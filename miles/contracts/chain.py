@@ -9,7 +9,7 @@ Each artifact pins the one before it by SHA-256, so walking back from any of the
     checkpoint manifest  --size, sha-->  every file of the checkpoint
 
 Nothing pins run.json, the last link: its seal finds a change, not a forgery. Metrics, rollouts and logs of a run are
-its account, not links, and superseded checkpoints are no longer spoken of.
+its account, not links, and superseded checkpoints are no longer spoken of: `unchecked_checkpoints` names them.
 
 A link record (`value_pretrain_links/<contract sha256>.json` beside the contract) holds what the contract's fixed
 format has no room for: where the manifest lies and which checkpoint bytes the contract speaks of.
@@ -40,8 +40,11 @@ from miles.contracts.canonical import (
     StrictJsonError,
     canonical_json_bytes,
     check_seal,
+    error_text,
     parse_strict_json,
     readable_json_bytes,
+    real_path,
+    require_file,
     require_int,
     require_sha256,
     require_text,
@@ -50,8 +53,9 @@ from miles.contracts.canonical import (
     sha256_file,
 )
 from miles.contracts.publish import publish_bytes
-from miles.contracts.value_report import VALUE_EVAL_REPORT_SCHEMA, check_report
+from miles.contracts.value_report import VALUE_EVAL_REPORT_SCHEMA, parse_report
 from miles.contracts.value_schema import (
+    MANIFEST_NAME,
     VALUE_PRETRAIN_CONTRACT_NAME,
     VALUE_PRETRAIN_CONTRACT_SCHEMA,
     VALUE_PRETRAIN_SCHEMA,
@@ -97,7 +101,7 @@ def iteration_folder(folder: str | os.PathLike[str], iteration: int) -> Path:
 
 
 def _relative(path: Path, start: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
+    return Path(os.path.relpath(real_path(path), real_path(start))).as_posix()
 
 
 def write_link_record(
@@ -195,8 +199,7 @@ def read_run_record(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError("missing")
+    require_file(path)
     try:
         value = parse_strict_json(path.read_bytes())
     except StrictJsonError as error:
@@ -215,11 +218,17 @@ def _short(digest: str) -> str:
 
 
 def _require_digest(path: Path, expected: str, *, pinned_by: str) -> None:
-    if not path.is_file():
-        raise FileNotFoundError("missing")
+    require_file(path)
     actual = sha256_file(path)
     if actual != expected:
         raise ValueError(f"SHA-256 mismatch: {pinned_by} says {expected}, the file is {actual}")
+
+
+def _has_digest(path: Path, expected: str) -> bool:
+    try:
+        return sha256_file(path) == expected
+    except OSError:
+        return False
 
 
 def _read_link_record(path: Path) -> dict[str, Any]:
@@ -246,11 +255,13 @@ class Progress(Protocol):
     def __call__(self, count: int) -> None: ...
 
 
+_ITERATION = re.compile(r"iter_\d{7,}")
 _LINE_WITH_TEXT = re.compile(rb"\S[^\n]*")
 
 
 def _count_rows(path: Path) -> int:
     """Number of lines that are not blank."""
+    require_file(path)
     rows, open_line_counted = 0, False
     with path.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -304,8 +315,11 @@ class _Walk:
         return sorted(self._links, key=lambda link: _STAGES.index(link.name))
 
     def _hash(self, path: Path) -> tuple[int, Callable[[], str]]:
-        size = path.stat().st_size if path.is_file() else 0
-        return size, partial(sha256_file, path, progress=self._advance)
+        def digest() -> str:
+            require_file(path)
+            return sha256_file(path, progress=self._advance)
+
+        return os.path.getsize(path) if os.path.isfile(path) else 0, digest
 
     def _advance(self, count: int) -> None:
         if self._stopped.is_set():
@@ -323,15 +337,12 @@ class _Walk:
         try:
             link = Link(name, path, True, proof())
         except (ValueError, OSError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror:
-                reason = f"{error.strerror}: {error.filename}"
-            link = Link(name, path, False, reason)
+            link = Link(name, path, False, error_text(error))
         except (KeyError, TypeError, AttributeError) as error:
             # A file that someone else wrote or edited may hold any JSON at all.
             link = Link(name, path, False, f"malformed: {type(error).__name__}: {error}")
         # The same artifact reached by a second way adds a line only when that way finds it broken.
-        key = (name, path.resolve())
+        key = (name, real_path(path))
         if key not in self._seen:
             self._seen[key] = len(self._links)
             self._links.append(link)
@@ -340,8 +351,8 @@ class _Walk:
         return link.ok
 
     def _known(self, name: str, path: Path) -> bool:
-        waiting = {(leaf.name, leaf.path.resolve()) for leaf in self._leaves}
-        return (name, path.resolve()) in self._seen.keys() | waiting
+        waiting = {(leaf.name, real_path(leaf.path)) for leaf in self._leaves}
+        return (name, real_path(path)) in self._seen.keys() | waiting
 
     def manifest(self, path: Path, expected: str | None, *, pinned_by: str) -> None:
         fresh = not self._known("manifest", path)
@@ -357,7 +368,7 @@ class _Walk:
             manifest = load_value_pretrain_manifest(path)
             self._data("train data", manifest.train)
             if manifest.heldout is not None:
-                self._data("held-out data", manifest.heldout)
+                self._data("held-out data", manifest.heldout, train=manifest.train)
             self._conversion_report(path)
 
     def _conversion_report(self, manifest: Path) -> None:
@@ -365,7 +376,7 @@ class _Walk:
         entry = provenance.get("conversion_report") if isinstance(provenance, dict) else None
         if not isinstance(entry, dict):
             return
-        path = manifest.resolve().parent / str(entry.get("path"))
+        path = real_path(manifest).parent / str(entry.get("path"))
 
         def proof() -> str:
             wanted = require_sha256(entry.get("sha256"), field="provenance.conversion_report.sha256")
@@ -375,8 +386,10 @@ class _Walk:
 
         self._add("conversion report", path, proof)
 
-    def _data(self, name: str, spec: ValueDatasetSpec) -> None:
+    def _data(self, name: str, spec: ValueDatasetSpec, *, train: ValueDatasetSpec | None = None) -> None:
         def proof(digest: str, rows: int) -> str:
+            if train is not None and spec.sha256 == train.sha256:
+                raise ValueError("the held-out rows are the rows trained on: both splits have one SHA-256")
             if digest != spec.sha256:
                 raise ValueError(f"SHA-256 mismatch: manifest says {spec.sha256}, the file is {digest}")
             if rows != spec.num_samples:
@@ -406,10 +419,10 @@ class _Walk:
         if not fresh or not contract:
             return
         if record:
-            candidates = [(folder / record["manifest_relative_path"]).resolve(), Path(record["manifest_path"])]
+            candidates = [real_path(folder / record["manifest_relative_path"]), Path(record["manifest_path"])]
             wanted = contract["source_manifest_sha256"]
-            there = [candidate for candidate in candidates if candidate.is_file()]
-            matching = [candidate for candidate in there if sha256_file(candidate) == wanted]
+            there = [candidate for candidate in candidates if os.path.isfile(candidate)]
+            matching = [candidate for candidate in there if _has_digest(candidate, wanted)]
             manifest_path = (matching or there or candidates)[0]
             self.manifest(manifest_path, wanted, pinned_by="the contract")
             self._agreement(path, contract, manifest_path)
@@ -507,10 +520,8 @@ class _Walk:
         def proof() -> str:
             if expected is not None:
                 _require_digest(path, expected, pinned_by=pinned_by)
-            found = _read_object(path)
-            if path.read_bytes() != readable_json_bytes(found):
-                raise ValueError("not the bytes that were written: layout changed")
-            report.update(check_report(found))
+            require_file(path)
+            report.update(parse_report(path.read_bytes()))
             figures = report["aggregate"]
             shown = ", ".join(
                 f"{name.split('_')[0]} EV {figures[name]['metrics']['explained_variance']:+.4f}" for name in figures
@@ -586,11 +597,11 @@ class _Walk:
             return
         used = record.get("value_pretraining")
         if used is not None:
-            contract = (folder / used["contract_path"]).resolve()
+            contract = real_path(folder / used["contract_path"])
             self.critic(contract.parent, used["contract_sha256"], pinned_by="the run")
             if used.get("eval_report_path") is not None:
                 self.report(
-                    (folder / used["eval_report_path"]).resolve(),
+                    real_path(folder / used["eval_report_path"]),
                     used["eval_report_sha256"],
                     pinned_by="the run",
                     critic_folder=contract.parent,
@@ -600,7 +611,7 @@ class _Walk:
             self._config(folder / RUN_CONFIG_NAME, starts[-1]["config_sha256"])
         for entry in record.get("checkpoints", []):
             self.checkpoint(
-                (folder / entry["path"]).resolve(),
+                real_path(folder / entry["path"]),
                 entry["manifest_sha256"],
                 name="run checkpoint",
                 pinned_by="the run",
@@ -625,22 +636,26 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
     Raises:
         FileNotFoundError: `path` does not exist.
         ValueError: `path` is none of these.
+        OSError: the system's own reason, such as a loop of links.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file or folder") from None
     walk = _Walk(progress)
     if path.is_dir():
-        if (path / RUN_RECORD_NAME).exists() or (path / RUN_CONFIG_NAME).exists():
+        if os.path.lexists(path / RUN_RECORD_NAME) or os.path.lexists(path / RUN_CONFIG_NAME):
             walk.run(path)
-        elif (path / VALUE_PRETRAIN_CONTRACT_NAME).exists() or (path / LINK_FOLDER_NAME).is_dir():
+        elif os.path.lexists(path / VALUE_PRETRAIN_CONTRACT_NAME) or (path / LINK_FOLDER_NAME).is_dir():
             walk.critic(path, None, pinned_by="")
-        elif (path / CHECKPOINT_MANIFEST_NAME).exists():
+        elif os.path.lexists(path / CHECKPOINT_MANIFEST_NAME):
             _walk_from_checkpoint(walk, path)
         else:
             raise ValueError(
                 f"{path}: holds neither {RUN_RECORD_NAME}, {VALUE_PRETRAIN_CONTRACT_NAME} "
                 f"nor {CHECKPOINT_MANIFEST_NAME}"
+                + (f"; give {path / MANIFEST_NAME} for a data set" if (path / MANIFEST_NAME).is_file() else "")
             )
         return walk.links()
     if path.name == RUN_RECORD_NAME:
@@ -655,12 +670,12 @@ def verify_chain(path: str | os.PathLike[str], *, progress: Progress | None = No
 
 
 def _walk_from_checkpoint(walk: _Walk, folder: Path) -> None:
-    critic = folder.resolve().parent
+    critic = real_path(folder).parent
     try:
         steps = check_contract(_read_object(critic / VALUE_PRETRAIN_CONTRACT_NAME))["completed_steps"]
     except (ValueError, OSError):
         steps = None
-    if steps is not None and folder.resolve() == iteration_folder(critic, steps):
+    if steps is not None and real_path(folder) == iteration_folder(critic, steps):
         walk.critic(critic, None, pinned_by="")
     else:
         walk.checkpoint(folder, None, name="run checkpoint", pinned_by="")
@@ -669,6 +684,9 @@ def _walk_from_checkpoint(walk: _Walk, folder: Path) -> None:
 def _walk_by_schema(walk: _Walk, path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path}: neither a file nor a folder")
+    if path.suffix == ".jsonl":
+        # Not read to find out: it may be large.
+        raise ValueError(f"{path}: a file of rows is checked by what pins it; give its manifest")
     try:
         schema = _read_object(path).get("schema")
     except ValueError as error:
@@ -685,6 +703,29 @@ def _walk_by_schema(walk: _Walk, path: Path) -> None:
             CHECKPOINT_MANIFEST_SCHEMA,
         )
         raise ValueError(f"{path}: schema {schema!r} is none of {', '.join(known)}")
+
+
+def unchecked_checkpoints(links: Sequence[Link]) -> list[Path]:
+    """Return the checkpoints that lie beside those of a chain, of which no link speaks, in order of their paths.
+
+    They are those of a critic that later contracts superseded, and any of a run that it never recorded.
+    """
+    folders = {link.path.parent for link in links if link.name == "contract"}
+    runs = [link.path.parent for link in links if link.name == "run"]
+    if runs:
+        folders |= {link.path.parent for link in links if link.name == "run checkpoint"}
+    for run in runs:
+        for parent, names, _ in os.walk(run):
+            folders.add(Path(parent))
+            names[:] = [name for name in names if not _ITERATION.fullmatch(name)]
+    seen = {real_path(link.path) for link in links}
+    found: set[Path] = set()
+    for folder in sorted(folders):
+        for path in sorted(folder.glob("iter_*")) if os.path.isdir(folder) else []:
+            if _ITERATION.fullmatch(path.name) and path.is_dir() and real_path(path) not in seen:
+                seen.add(real_path(path))
+                found.add(path)
+    return sorted(found)
 
 
 def first_broken(links: Sequence[Link]) -> Link | None:

@@ -14,7 +14,16 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any, ClassVar
 
-from miles.contracts.canonical import check_seal, require_finite, require_int, require_sha256, require_text
+from miles.contracts.canonical import (
+    StrictJsonError,
+    check_seal,
+    parse_strict_json,
+    readable_json_bytes,
+    require_finite,
+    require_int,
+    require_sha256,
+    require_text,
+)
 
 VALUE_EVAL_REPORT_SCHEMA = "miles.value-pretrain-eval.v2"
 WEIGHTINGS = ("trajectory_weighted", "token_weighted")
@@ -353,6 +362,26 @@ def _check_worst(rows: object, owners: Mapping[int, tuple[int, str]]) -> None:
     _same(sizes, sorted(sizes, reverse=True), field="worst_trajectories order")
 
 
+def parse_report(data: bytes) -> dict[str, Any]:
+    """Return the evaluation report of a file's bytes, every figure recomputed.
+
+    Raises:
+        ValueError: as `check_report`, or the bytes are not those that a report is written as.
+    """
+    try:
+        report = parse_strict_json(data)
+    except StrictJsonError as error:
+        raise ValueError(f"invalid JSON: {error}") from error
+    try:
+        check_report(report)
+    except (KeyError, TypeError, AttributeError) as error:
+        # A file that someone else wrote or edited may hold any JSON at all.
+        raise ValueError(f"malformed report: {type(error).__name__}: {error}") from error
+    if readable_json_bytes(report) != data:
+        raise ValueError("not the bytes that were written: layout changed")
+    return report
+
+
 def check_report(report: object) -> dict[str, Any]:
     """Recompute every figure of an evaluation report and return it.
 
@@ -365,7 +394,10 @@ def check_report(report: object) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise ValueError("report must be a JSON object")
     if report.get("schema") != VALUE_EVAL_REPORT_SCHEMA:
-        raise ValueError(f"report.schema must be {VALUE_EVAL_REPORT_SCHEMA!r}, got {report.get('schema')!r}")
+        raise ValueError(
+            f"not an evaluation report: report.schema must be {VALUE_EVAL_REPORT_SCHEMA!r}, "
+            f"got {report.get('schema')!r}"
+        )
     missing, unknown = _REPORT_KEYS - set(report), set(report) - _REPORT_KEYS - _OUR_REPORT_KEYS
     if missing or unknown:
         raise ValueError(f"report keys differ from the schema: missing {sorted(missing)}, unknown {sorted(unknown)}")

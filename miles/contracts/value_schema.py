@@ -16,6 +16,8 @@ from miles.contracts.canonical import (
     StrictJsonError,
     canonical_json_bytes,
     parse_strict_json,
+    real_path,
+    require_file,
     require_finite,
     require_int,
     require_sha256,
@@ -25,6 +27,7 @@ from miles.contracts.canonical import (
 
 VALUE_PRETRAIN_SCHEMA = "miles.value-pretrain.v1"
 VALUE_PRETRAIN_CONTRACT_SCHEMA = "miles.value-pretrain-checkpoint.v1"
+MANIFEST_NAME = "manifest.json"
 VALUE_PRETRAIN_CONTRACT_NAME = "value_pretrain_contract.json"
 
 LOSS_TYPES = ("mse", "classification")
@@ -120,10 +123,24 @@ def _dataset_spec(raw: object, *, field: str, folder: Path) -> ValueDatasetSpec:
     if "\0" in path:
         raise ValueError(f"{field}.path must not hold a zero byte")
     return ValueDatasetSpec(
-        path=(folder / path).resolve(),
+        path=real_path(folder / path),
         sha256=require_sha256(raw.get("sha256"), field=f"{field}.sha256"),
         num_samples=require_int(raw.get("num_samples"), field=f"{field}.num_samples", minimum=1),
     )
+
+
+def require_input(path: Path, *, what: str) -> None:
+    """Raise unless a regular file lies at `path`; the message begins with `what` it should be.
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: as `require_file`.
+    """
+    try:
+        require_file(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{what} does not exist: {path}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} {error}: {path}") from None
 
 
 def load_value_pretrain_manifest(
@@ -136,12 +153,15 @@ def load_value_pretrain_manifest(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the pin does not match, the JSON is not strict JSON, or a field breaks a rule of A1 or A2.
+        IsADirectoryError: it is a folder.
+        ValueError: the pin does not match, it is no regular file, the JSON is not strict JSON, or a field breaks a
+            rule of A1 or A2.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"value-pretraining manifest does not exist: {path}")
-    path = path.resolve()
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"value-pretraining manifest is a folder: {path}; give its {MANIFEST_NAME}")
+    require_input(path, what="value-pretraining manifest")
+    path = real_path(path)
     data = path.read_bytes()
     digest = sha256_bytes(data)
     if expected_sha256 is not None and digest != expected_sha256:
@@ -232,8 +252,7 @@ def load_value_pretrain_contract(
         ValueError: the pin does not match, or a field breaks a rule of A4.
     """
     path = contract_path(checkpoint)
-    if not path.is_file():
-        raise FileNotFoundError(f"value-pretraining checkpoint contract does not exist: {path}")
+    require_input(path, what="value-pretraining checkpoint contract")
     data = path.read_bytes()
     digest = sha256_bytes(data)
     if expected_sha256 is not None and digest != expected_sha256:

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from miles.contracts.chain import Link, first_broken, verify_chain
+from miles.contracts.canonical import error_text
+from miles.contracts.chain import Link, first_broken, unchecked_checkpoints, verify_chain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +74,15 @@ def run(ns: argparse.Namespace) -> int:
     try:
         links = verify_chain(ns.path, progress=progress)
     except (ValueError, OSError) as error:
-        print(f"miles verify: {error}", file=sys.stderr)
+        print(f"miles verify: {error_text(error)}", file=sys.stderr)
         return 2
     finally:
         if progress is not None:
             progress.clear()
     for link in links:
         print(_line(link, paint))
+    if others := unchecked_checkpoints(links):
+        print(f"not part of the chain, not checked: {', '.join(map(str, others))}")
     broken = first_broken(links)
     if broken is None:
         print(paint(f"verified: {len(links)} {'link holds' if len(links) == 1 else 'links hold'}", "32"))

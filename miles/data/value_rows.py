@@ -31,10 +31,9 @@ from miles.contracts.canonical import (
     sha256_file,
 )
 from miles.contracts.publish import publish_folder
-from miles.contracts.value_schema import VALUE_PRETRAIN_SCHEMA, ValueObjective
+from miles.contracts.value_schema import MANIFEST_NAME, VALUE_PRETRAIN_SCHEMA, ValueObjective
 
 CONVERSION_REPORT_SCHEMA = "miles.value-pretrain-conversion-report.v1"
-MANIFEST_NAME = "manifest.json"
 CONVERSION_REPORT_NAME = "conversion_report.json"
 SPLITS = ("train", "heldout")
 

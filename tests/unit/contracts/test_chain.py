@@ -1,7 +1,9 @@
 """Whatever is done to any file of a chain, `miles verify` says which link broke."""
 
 import argparse
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from miles.contracts.artifact import write_checkpoint_manifest
 from miles.contracts.canonical import canonical_json_bytes, readable_json_bytes, sealed, sha256_file
-from miles.contracts.chain import _count_rows, first_broken, verify_chain, write_link_record
+from miles.contracts.chain import _count_rows, first_broken, unchecked_checkpoints, verify_chain, write_link_record
 from miles.contracts.verify_command import ProgressBar, add_arguments, run
 
 # File, relative to the chain's root -> the link that must be named. "link record" files belong to the contract.
@@ -326,8 +328,9 @@ def command(path: Path) -> int:
 def test_verify_command_prints_one_line_per_link_and_exit_codes(value_chain, capsys):
     assert command(value_chain.run) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
-    assert all(line.startswith("ok ") for line in lines[:-1])
+    assert len(lines) == 12
+    assert all(line.startswith("ok ") for line in lines[:-2])
+    assert lines[-2] == f"not part of the chain, not checked: {value_chain.critic / 'iter_0000002'}"
     assert lines[-1] == "verified: 10 links hold"
     (value_chain.data / "train.jsonl").write_bytes(b"{}\n")
     assert command(value_chain.run) == 1
@@ -343,6 +346,104 @@ def test_verify_checkpoint_of_a_contract_walks_back_to_its_data(value_chain):
     assert {link.name for link in links} >= {"manifest", "train data", "contract", "checkpoint"}
     (alone,) = verify_chain(value_chain.critic / "iter_0000002")
     assert alone.detail.endswith("no contract or run that pins it was checked")
+
+
+def replace_by(kind: str, path: Path) -> None:
+    path.unlink()
+    if kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "named pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("loop", os.strerror(errno.ELOOP)), ("named pipe", "is not a regular file"), ("folder", "is a folder")],
+)
+@pytest.mark.parametrize("prefix", [prefix for prefix, _ in OWNERS])
+def test_verify_no_regular_file_in_the_place_of_any_is_a_broken_link(value_chain, prefix, kind, reason):
+    root = value_chain.root
+    file = next(f for f in value_chain.files() if f.relative_to(root).as_posix().startswith(prefix))
+    replace_by(kind, file)
+    links = verify_chain(value_chain.run)
+    broken = first_broken(links)
+    assert broken.name == dict(OWNERS)[prefix]
+    in_folder = prefix.endswith("/")
+    assert in_folder or reason in broken.detail
+
+
+@pytest.mark.parametrize("name", ["loop.jsonl", "n" * 300, "file/train.jsonl"])
+def test_verify_manifest_of_a_path_that_cannot_be_opened_is_a_broken_link(make_manifest, value_row, name):
+    path = make_manifest([value_row(0)])
+    (path.parent / "loop.jsonl").symlink_to("loop.jsonl")
+    (path.parent / "file").write_bytes(b"")
+    content = json.loads(path.read_bytes())
+    content["train"]["path"] = name
+    path.write_text(json.dumps(content))
+    links = verify_chain(path)
+    assert [(link.name, link.ok) for link in links] == [("manifest", True), ("train data", False)]
+
+
+@pytest.mark.parametrize("name", ["loop.json", "n" * 300, "zero\0byte"])
+def test_verify_conversion_report_of_a_path_that_cannot_be_opened_is_a_broken_link(value_chain, name):
+    manifest = value_chain.data / "manifest.json"
+    (value_chain.data / "loop.json").symlink_to("loop.json")
+    content = json.loads(manifest.read_bytes())
+    content["provenance"]["conversion_report"]["path"] = name
+    manifest.write_bytes(readable_json_bytes(content))
+    assert first_broken(verify_chain(manifest)).name == "conversion report"
+
+
+def test_verify_file_without_permission_is_a_broken_link(value_chain, monkeypatch):
+    real = Path.open
+
+    def refuse(self, *words, **options):
+        if self.name == "train.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    link = first_broken(verify_chain(value_chain.run))
+    assert (link.name, link.detail) == ("train data", f"{value_chain.data / 'train.jsonl'}: Permission denied")
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "copy.jsonl"])
+def test_verify_held_out_rows_that_are_the_train_rows_are_a_broken_link(value_chain, name):
+    data, manifest = value_chain.data, value_chain.data / "manifest.json"
+    if name == "copy.jsonl":
+        shutil.copy(data / "train.jsonl", data / name)
+    content = json.loads(manifest.read_bytes())
+    content["heldout"] = {**content["train"], "path": name}
+    manifest.write_bytes(readable_json_bytes(content))
+    link = first_broken(verify_chain(manifest))
+    assert link.name == "held-out data"
+    assert "the held-out rows are the rows trained on" in link.detail
+
+
+def test_unchecked_checkpoints_are_superseded_ones_and_those_a_run_never_recorded(value_chain):
+    superseded = value_chain.critic / "iter_0000002"
+    stray = value_chain.run / "checkpoints" / "iter_0000009"
+    other = value_chain.run / "critic" / "iter_0000001"
+    for folder in (stray, other):
+        shutil.copytree(superseded, folder)
+    links = verify_chain(value_chain.run)
+    assert first_broken(links) is None
+    assert set(unchecked_checkpoints(links)) == {superseded, stray, other}
+    assert unchecked_checkpoints(verify_chain(value_chain.critic)) == [superseded]
+    assert unchecked_checkpoints(verify_chain(value_chain.data / "manifest.json")) == []
+
+
+def test_verify_command_says_which_file_it_wants(value_chain, capsys):
+    assert command(value_chain.data) == 2
+    assert capsys.readouterr().err.endswith(f"; give {value_chain.data / 'manifest.json'} for a data set\n")
+    assert command(value_chain.data / "train.jsonl") == 2
+    assert capsys.readouterr().err.endswith("a file of rows is checked by what pins it; give its manifest\n")
+    loop = value_chain.root / "loop"
+    loop.symlink_to("loop")
+    assert command(loop) == 2
+    assert capsys.readouterr().err == f"miles verify: {loop}: {os.strerror(errno.ELOOP)}\n"
 
 
 def test_verify_command_path_is_a_device_names_it(capsys):
