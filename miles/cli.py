@@ -28,8 +28,8 @@ def _doctor(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
 
 def _report(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run folder")
-    parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run folder)")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="write the learning curve as a picture, too")
+    parser.add_argument("--out", type=Path, help="new file to write (default: report.html in the run folder)")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="new file for the learning curve as a picture, too")
 
     def run(options: argparse.Namespace) -> int:
         from miles.contracts.chain import RUN_RECORD_NAME, verify_chain
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except (ValueError, OSError) as error:
-        print(f"miles {words[0]}: {error}", file=sys.stderr)
+        from miles.contracts.canonical import error_text
+
+        named = {"--out": getattr(options, "out", None), "--png": getattr(options, "png", None)}
+        print(f"miles {words[0]}: {error_text(error, named)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -5,7 +5,7 @@
 
 Explained variance per batch with the gate's line, calibration, value against position in the response, and the
 trajectories with the largest residuals; with a tokenizer their tokens are read as text. The report's figures are
-recomputed first: one that contradicts itself is refused.
+recomputed first: one that contradicts itself is refused. Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.contracts.canonical import error_text
 from miles.reporting.value_page import Decode, write_value_page
 from miles.utils.strict_parser import StrictParser
 
@@ -63,7 +64,7 @@ def build_parser() -> StrictParser:
     parser = StrictParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", metavar="REPORT", help="evaluation report (--value-pretrain-eval-report)")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="Hugging Face folder with the model's tokenizer")
-    parser.add_argument("--out", metavar="FILE", help="file to write (default: the report's name with .html)")
+    parser.add_argument("--out", metavar="FILE", help="new file to write (default: the report's name with .html)")
     return parser
 
 
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         decode = None if ns.tokenizer is None else load_decoder(ns.tokenizer)
         print(write_value_page(ns.report, ns.out, decode=decode))
     except (ValueError, OSError) as error:
-        print(f"render_value_report: {error}", file=sys.stderr)
+        out = Path(ns.report).with_suffix(".html") if ns.out is None else ns.out
+        print(f"render_value_report: {error_text(error, {'--out': out, 'REPORT': ns.report})}", file=sys.stderr)
         return 1
     return 0
 

@@ -71,14 +71,15 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
 
     Args:
         run_dir: folder with `metrics.jsonl`, and where present `config.yaml` and `run.json`.
-        out: file to write, default `report.html` in the run folder. Appears whole or not at all.
+        out: file to write, default `report.html` in the run folder, which is drawn again. Appears whole or not at all.
         links: the verified artifact chain, shown as a list.
 
     Returns:
         the path written.
 
     Raises:
-        FileNotFoundError: no metrics file. ValueError: a file that does not parse, with its line.
+        FileNotFoundError: no metrics file. FileExistsError: `out` exists. ValueError: a file that does not parse,
+        with its line.
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir / METRICS_FILE)
@@ -100,23 +101,22 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
         facts=flatten(facts) if facts else [],
         links=[(link.name, str(link.path), link.ok, link.detail) for link in links],
     )
-    out = run_dir / "report.html" if out is None else Path(out)
-    publish_bytes(out, page.encode("utf-8"))
-    return out
+    page_path = run_dir / "report.html" if out is None else Path(out)
+    return publish_bytes(page_path, page.encode("utf-8"), replace=out is None)
 
 
 def learning_curve_png(run_dir: str | Path, path: str | Path) -> Path:
     """Write the learning curve (held-out accuracy and training reward over the step, with 95 % intervals) as a PNG.
 
     Raises:
-        FileNotFoundError: no metrics file. ValueError: neither series was logged.
+        FileNotFoundError: no metrics file. FileExistsError: `path` exists. ValueError: neither series was logged.
     """
     metrics = read_metrics(Path(run_dir) / METRICS_FILE)
     lines = _accuracy_lines(metrics) + [_with(line, colour="c2") for line in _reward_lines(metrics)]
     if not lines:
         raise ValueError(f"{Path(run_dir) / METRICS_FILE}: neither eval/accuracy nor rollout/reward_mean was logged")
     data = draw_png(lambda axes, theme: draw_lines(axes, theme, lines, ylabel="fraction solved", ylim=_unit(lines)))
-    return publish_bytes(Path(path), data)
+    return publish_bytes(Path(path), data, replace=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles.contracts.canonical import parse_strict_json, sha256_bytes
+from miles.contracts.canonical import sha256_bytes
 from miles.contracts.publish import publish_bytes
-from miles.contracts.value_report import check_report
+from miles.contracts.value_report import parse_report
 from miles.reporting.figures import Line, Theme, draw_lines, draw_svg
 from miles.reporting.page import Panel, document, escape, number, panels_html, table, tiles_html
 from miles.reporting.report import calibration_panel
@@ -22,23 +22,22 @@ def write_value_page(report_path: str | Path, out: str | Path | None = None, *, 
     """Check an evaluation report, draw it and write one HTML file that opens offline.
 
     Args:
-        out: file to write, default the report's name with `.html`. Appears whole or not at all.
+        out: file to write, default the report's name with `.html`. Appears whole or not at all; replaces none.
         decode: turns token ids into the text of each; without it the ids are shown.
 
     Returns:
         the path written.
 
     Raises:
-        FileNotFoundError: no such report. ValueError: the report is malformed, or its figures contradict each other.
+        FileNotFoundError: no such report. FileExistsError: `out` exists. ValueError: the report is malformed, or its
+        figures contradict each other.
     """
     report_path = Path(report_path)
     data = report_path.read_bytes()
     try:
-        report = check_report(parse_strict_json(data))
+        report = parse_report(data)
     except ValueError as error:
         raise ValueError(f"{report_path}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{report_path}: malformed report: {type(error).__name__}: {error}") from error
     verdict = ("ok", "gate passed") if report["passed"] else ("bad", "gate FAILED")
     title = f"Value evaluation: {report_path.name}"
     about = (
@@ -61,7 +60,7 @@ def write_value_page(report_path: str | Path, out: str | Path | None = None, *, 
         facts += [(f"{section}.{key}", str(value)) for key, value in report[section].items()]
     parts.append("<h2>What was evaluated</h2>" + table(("fact", "value"), facts, mono=(0, 1)))
     out = report_path.with_suffix(".html") if out is None else Path(out)
-    publish_bytes(out, document(title, parts).encode("utf-8"))
+    publish_bytes(out, document(title, parts).encode("utf-8"), replace=False)
     return out
 
 

@@ -53,6 +53,20 @@ def test_report_writes_the_learning_curve_where_it_is_asked_to(tmp_path: Path) -
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("flag", ["--out", "--png"])
+def test_report_named_file_that_exists_is_never_replaced(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    line = {"step": 1, "stage": "rollout", "time": time.time(), "rollout/reward_mean": 0.5}
+    metrics.write_text(json.dumps(line) + "\n")
+    before = metrics.read_bytes()
+    assert cli.main(["report", str(tmp_path)]) == cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), flag, str(metrics)]) == 2
+    assert capsys.readouterr().err == f"miles report: {flag} {metrics}: already exists and is never replaced\n"
+    assert metrics.read_bytes() == before
+
+
 @pytest.mark.parametrize("command", ["report", "verify"])
 def test_missing_path_is_one_line_and_status_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "/no/such/run"]) == 2

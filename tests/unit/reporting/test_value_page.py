@@ -92,7 +92,7 @@ def test_value_page_shows_worst_trajectories_as_ids_or_as_text(quick, report):
     def decode(ids):
         return [f"<{token}>" for token in ids]
 
-    text = write_value_page(report, decode=decode).read_text()
+    text = write_value_page(report, report.parent / "decoded.html", decode=decode).read_text()
     first = rows[0]["tokens"][0]
     assert f"&lt;{first}&gt;" in text
     assert f"<{first}>" not in text
@@ -130,6 +130,12 @@ def test_value_page_of_a_report_that_contradicts_itself_is_refused(report, tmp_p
 def test_value_page_of_a_report_that_lacks_what_its_fields_promise_is_refused(report):
     rewrite(report, lambda content: content["positions"]["groups"][0].pop("labels"))
     with pytest.raises(ValueError, match=r"eval_report\.json: malformed report: KeyError: 'labels'"):
+        write_value_page(report)
+
+
+def test_value_page_of_a_report_that_verify_calls_broken_is_refused(report):
+    report.write_text(json.dumps(json.loads(report.read_bytes())))
+    with pytest.raises(ValueError, match=r"eval_report\.json: not the bytes that were written"):
         write_value_page(report)
 
 
@@ -181,6 +187,16 @@ def test_decoder_gives_each_token_its_text_and_whole_characters(tool, tmp_path):
     assert "π" in pieces
 
 
+def test_tool_never_replaces_a_file_be_it_the_report(quick, tool, report, capsys):
+    before, page = report.read_bytes(), report.with_suffix(".html")
+    assert tool.main([str(report)]) == 0
+    for words, out in (([], page), (["--out", str(report)], report)):
+        assert tool.main([str(report), *words]) == 1
+        error = capsys.readouterr().err
+        assert error == f"render_value_report: --out {out}: already exists and is never replaced\n"
+    assert report.read_bytes() == before
+
+
 def test_tool_writes_where_told_and_refuses_in_one_line(quick, tool, report, tmp_path, capsys):
     out, damaged = tmp_path / "page.html", tmp_path / "damaged"
     damaged.mkdir()
@@ -190,7 +206,9 @@ def test_tool_writes_where_told_and_refuses_in_one_line(quick, tool, report, tmp
     assert capsys.readouterr().out.strip() == str(out)
     assert "decoded" in out.read_text()
     for words, message in (
-        ([str(tmp_path / "nowhere.json")], "nowhere.json"),
+        (["nowhere.json"], "REPORT nowhere.json: No such file or directory"),
+        ([str(report), "--out", "nodir/x"], "--out nodir/x: No such file or directory"),
+        ([str(folder / "tokenizer.json")], "not an evaluation report: report.schema must be"),
         ([str(report), "--tokenizer", str(tmp_path)], "holds no tokenizer.json"),
         ([str(report), "--tokenizer", str(damaged)], "damaged/tokenizer.json: "),
         ([str(out)], "page.html"),
