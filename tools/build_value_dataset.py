@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from miles.contracts.canonical import error_text
 from miles.contracts.value_schema import LOSS_TYPES, TARGET_TYPES, ValueObjective
 from miles.data.value_rows import ConversionOptions, build_value_dataset
 from miles.utils.strict_parser import StrictParser
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             heldout_rollouts=ns.heldout_rollouts,
         )
     except (ValueError, OSError) as error:
-        print(f"build_value_dataset: {error}", file=sys.stderr)
+        print(f"build_value_dataset: {error_text(error, {'--out': ns.out})}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("build_value_dataset: interrupted, nothing was written", file=sys.stderr)
@@ -103,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part["windowed"]:
             cut = part["window_dropped"]
             print(f"    {part['windowed']} rows shortened: {cut['tokens']} tokens, {cut['targets']} targets left out")
+    for warning in report["warnings"]:
+        print(f"build_value_dataset: warning: {warning}", file=sys.stderr)
     print(f"manifest: {report['manifest_path']}")
     print(f"manifest sha256: {report['manifest_sha256']}")
     return 0

@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,19 @@ def rollout_files(path: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
+def _refuse_copies(sources: Sequence[Path]) -> None:
+    """Raise ValueError where two files hold the same bytes: their rows would count twice."""
+    of_size: dict[int, list[Path]] = {}
+    for path in sources:
+        of_size.setdefault(path.stat().st_size, []).append(path)
+    for size, paths in of_size.items():
+        first: dict[str, Path] = {}
+        for path in paths if size and len(paths) > 1 else []:
+            twin = first.setdefault(sha256_file(path), path)
+            if twin is not path:
+                raise ValueError(f"rollouts named twice: {path} has the same bytes as {twin}")
+
+
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     offset = 0
     with path.open("rb", buffering=1 << 20) as stream:
@@ -299,6 +313,23 @@ def _balanced(
     return [row for row in rows if (row.source, row.line) in kept]
 
 
+def _warnings(splits: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what keeps the gate from ever judging a critic on these splits, a sentence each."""
+    found = []
+    for name, part in splits.items():
+        if len(part["rewards"]) == 1:
+            found.append(
+                f"all {part['rows']} rows of the {name} split have the reward {float(next(iter(part['rewards']))):g}: "
+                "explained variance needs two, so a critic cannot be evaluated on this split"
+            )
+        if part["several_returns"]:
+            found.append(
+                f"{part['several_returns']} rows of the {name} split have several returns (--gamma below 1): "
+                "evaluation takes rows of one return, so a critic cannot be evaluated on this split"
+            )
+    return found
+
+
 def _value_row(rollout: _Rollout, *, options: ConversionOptions) -> tuple[dict[str, Any], bool]:
     returns = monte_carlo_returns(reward=rollout.reward, loss_mask=rollout.loss_mask, gamma=options.gamma)
     prompt_length = len(rollout.tokens) - rollout.response_length
@@ -321,7 +352,7 @@ def _value_row(rollout: _Rollout, *, options: ConversionOptions) -> tuple[dict[s
 def _write_split(
     path: Path, rows: list[_Row], *, sources: Sequence[Path], options: ConversionOptions, objective: ValueObjective
 ) -> dict[str, Any]:
-    windowed = targets = tokens = cut_tokens = cut_targets = 0
+    windowed = targets = tokens = cut_tokens = cut_targets = several = 0
     labels: Counter[float] = Counter()
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
@@ -351,6 +382,7 @@ def _write_split(
             digest.update(line)
             out.write(line)
             windowed += shortened
+            several += len(set(compress(returns, value_row["loss_mask"]))) > 1
             targets += sum(value_row["loss_mask"])
             tokens += len(value_row["tokens"])
             cut_targets += sum(rollout.loss_mask) - sum(value_row["loss_mask"])
@@ -362,6 +394,7 @@ def _write_split(
         "tokens": tokens,
         "targets": targets,
         "windowed": windowed,
+        "several_returns": several,
         "window_dropped": {"tokens": cut_tokens, "targets": cut_targets},
         "rewards": {format(label, ".17g"): count for label, count in sorted(labels.items())},
         "sha256": digest.hexdigest(),
@@ -390,21 +423,24 @@ def build_value_dataset(
 
     Raises:
         FileNotFoundError: no rollouts.
-        FileExistsError: `out` holds a manifest, or anything else.
-        ValueError: a malformed row (`path:line`), a leaking prompt, returns outside the reward range, a split without
-            rows, or, when strict, a completed row that would be left out.
+        FileExistsError: `out` holds a manifest, or anything else, or is no folder.
+        ValueError: a malformed row (`path:line`), a file named twice or copied, a leaking prompt, returns outside the
+            reward range, a split without rows, or, when strict, a completed row that would be left out.
         OSError: the disk is full, or another error of the file system; nothing is left behind.
     """
     out = Path(out)
     if os.path.lexists(out / MANIFEST_NAME):
         raise FileExistsError(f"refusing to overwrite an existing manifest: {out / MANIFEST_NAME}")
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and not out.is_dir():
+        raise FileExistsError(f"--out {out}: exists and is not a folder; the data set needs a new one")
+    if os.path.lexists(out) and any(out.iterdir()):
         raise FileExistsError(f"refusing to write into a folder that is not empty: {out}")
     train_sources = [file for path in rollouts for file in rollout_files(path)]
     sources = train_sources + [file for path in heldout_rollouts for file in rollout_files(path)]
     resolved = Counter(path.resolve() for path in sources)
     if twice := [path for path, count in resolved.items() if count > 1]:
         raise ValueError(f"rollouts named twice: {twice[0]}")
+    _refuse_copies(sources)
     account = _Account()
     rows = _survey(sources, first_heldout=len(train_sources), account=account)
     faults = {reason: n for reason, n in account.dropped.items() if reason not in EXPECTED_REASONS}
@@ -425,16 +461,20 @@ def build_value_dataset(
             raise ValueError(
                 f"no rows for the {name} split: {account.read} rollouts read, left out: {dict(account.dropped)}"
             )
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".{out.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    temporary.mkdir()
     try:
+        # Where a file stands in the way, the next line says so better.
+        with contextlib.suppress(FileExistsError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
         report = _write_all(temporary, split, sources=sources, account=account, objective=objective, options=options)
         manifest_sha256 = sha256_file(temporary / MANIFEST_NAME)
         publish_folder(temporary, out)
     except OSError as error:
-        # A full disk reports no file name by itself.
-        raise OSError(error.errno, error.strerror, error.filename or str(out)) from error
+        # A full disk reports no file name by itself, and nobody asked for the temporary one.
+        there = Path(error.filename or out)
+        ours = temporary in (there, *there.parents) or there in out.parents
+        raise OSError(error.errno, error.strerror, str(out if ours else there)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return {**report, "manifest_path": str((out / MANIFEST_NAME).resolve()), "manifest_sha256": manifest_sha256}
@@ -479,6 +519,7 @@ def _write_all(
         "rows_dropped": dict(sorted(account.dropped.items())),
         "dropped_examples": dict(sorted(account.examples.items())),
         "splits": written,
+        "warnings": _warnings(written),
     }
     assert report["rows_read"] == report["rows_kept"] + sum(account.dropped.values())
     report_bytes = readable_json_bytes(report)

@@ -391,6 +391,40 @@ def test_tool_prints_counts_and_digest_and_refuses_with_one_line(tool, write_rol
     assert error == f"build_value_dataset: refusing to overwrite an existing manifest: {manifest}\n"
 
 
+def test_build_copy_of_a_file_under_another_name_is_refused(write_rollouts, good_rows, tmp_path):
+    write_rollouts(good_rows)
+    write_rollouts(good_rows, "copy.jsonl")
+    with pytest.raises(ValueError, match=r"named twice: .*rollouts\.jsonl has the same bytes as .*copy\.jsonl"):
+        build(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_build_split_no_gate_can_judge_is_warned_of(tool, write_rollouts, good_rows, rollout_row, tmp_path, capsys):
+    assert build(write_rollouts(good_rows), tmp_path / "good")["warnings"] == []
+    same = [rollout_row(i, prompt=50 + i, reward=0.5) for i in range(4)]
+    held = write_rollouts(same, "heldout.jsonl")
+    words = ["--rollouts", str(tmp_path / "rollouts.jsonl"), "--heldout-rollouts", str(held), "--gamma", "0.5"]
+    assert tool.main([*words, "--out", str(tmp_path / "out")]) == 0
+    warnings = json.loads((tmp_path / "out" / "conversion_report.json").read_bytes())["warnings"]
+    # A row of two targets and a reward other than 0 has two returns.
+    assert [warning.split(":")[0] for warning in warnings] == [
+        "10 rows of the train split have several returns (--gamma below 1)",
+        "all 4 rows of the heldout split have the reward 0.5",
+        "4 rows of the heldout split have several returns (--gamma below 1)",
+    ]
+    assert capsys.readouterr().err.splitlines() == [f"build_value_dataset: warning: {told}" for told in warnings]
+
+
+def test_tool_out_that_cannot_be_a_folder_is_named(tool, write_rollouts, good_rows, tmp_path, capsys):
+    path = str(write_rollouts(good_rows))
+    assert tool.main(["--rollouts", path, "--out", path]) == 1
+    error = capsys.readouterr().err
+    assert error == f"build_value_dataset: --out {path}: exists and is not a folder; the data set needs a new one\n"
+    for below in ("x", "x/y"):
+        assert tool.main(["--rollouts", path, "--out", f"{path}/{below}"]) == 1
+        assert capsys.readouterr().err == f"build_value_dataset: --out {path}/{below}: Not a directory\n"
+
+
 def test_tool_disk_full_is_one_line_and_leaves_nothing(write_rollouts, good_rows, tmp_path):
     path = write_rollouts(good_rows)
     # A file size limit fails a write as a full disk does, and needs no privileges.
@@ -406,8 +440,7 @@ def test_tool_disk_full_is_one_line_and_leaves_nothing(write_rollouts, good_rows
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert result.returncode == 1
-    assert result.stderr.startswith("build_value_dataset: [Errno 27] File too large: ")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr == f"build_value_dataset: --out {tmp_path / 'out'}: File too large\n"
     assert os.listdir(tmp_path) == ["rollouts.jsonl"]
 
 
