@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from miles.contracts.canonical import canonical_json_bytes, require_int
+from miles.contracts.canonical import canonical_json_bytes, error_text, require_int
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_schema import load_value_pretrain_manifest
 from miles.utils.strict_parser import StrictParser
@@ -95,13 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ns.out is not None:
             publish_bytes(ns.out, canonical_json_bytes(plan), replace=False, mode=0o600)
     except (ValueError, OSError) as error:
-        print(f"plan_value_batches: {error}", file=sys.stderr)
+        named = {"--manifest": ns.manifest, "--out": ns.out}
+        print(f"plan_value_batches: {error_text(error, named)}", file=sys.stderr)
         return 1
     used, rows = plan["data_parallel_size"] * ns.model_parallel_size, plan["num_samples"]
     print(f"{rows} rows = {plan['steps_per_epoch']} steps of {plan['global_batch_size']}, nothing dropped")
     print(f"flags: --global-batch-size {plan['global_batch_size']} --critic-num-gpus-per-node {used}")
     if used < ns.num_gpus:
-        print(f"{ns.num_gpus - used} of {ns.num_gpus} devices stay idle: no larger divisor of {rows} fits")
+        over = ns.num_gpus % ns.model_parallel_size
+        reasons = [f"{over} make no whole copy of {ns.model_parallel_size}"] if over else []
+        if used + over < ns.num_gpus:
+            limit = f"{rows} rows in batches of up to {plan['max_global_batch_size']}"
+            reasons.append(f"no larger divisor fits {limit}")
+        print(f"{ns.num_gpus - used} of {ns.num_gpus} devices stay idle: {'; '.join(reasons)}")
     return 0
 
 

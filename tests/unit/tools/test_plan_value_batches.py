@@ -101,12 +101,27 @@ def test_plan_of_a_manifest_trains_on_every_row(make_manifest, value_row, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("gpus", "rows", "reason"),
+    [
+        (8, 96, "2 of 8 devices stay idle: 2 make no whole copy of 3"),
+        (9, 64, "3 of 9 devices stay idle: no larger divisor fits 64 rows in batches of up to 64"),
+        (10, 64, "4 of 10 devices stay idle: 1 make no whole copy of 3; no larger divisor fits 64 rows"),
+    ],
+)
+def test_plan_says_why_devices_stay_idle(gpus, rows, reason, capsys):
+    assert tool.main(["--num-samples", str(rows), "--num-gpus", str(gpus), "--model-parallel-size", "3"]) == 0
+    assert reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--num-samples", "0", "--num-gpus", "4"], "number of rows must be an integer of at least 1"),
         (["--num-samples", "8", "--num-gpus", "0"], "--num-gpus must be an integer of at least 1"),
         (["--num-samples", "8", "--num-gpus", "1", "--model-parallel-size", "2"], "less than --model-parallel-size 2"),
         (["--manifest", "nowhere.json", "--num-gpus", "4"], "nowhere.json"),
+        (["--manifest", ".", "--num-gpus", "4"], "manifest is a folder: .; give its manifest.json"),
+        (["--num-samples", "8", "--num-gpus", "4", "--out", "nodir/x"], "--out nodir/x: No such file or directory"),
     ],
 )
 def test_plan_mistake_is_one_line_and_status_1(words, message, capsys):
