@@ -37,6 +37,21 @@ def test_architecture_read_from_config_matches_what_was_built(kind: str, model_f
     assert (found.qkv_bias, found.qk_norm) == (kind == "qwen2", kind == "qwen3")
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_architecture_of_keys_left_out_is_what_transformers_fills_in(kind: str, copy: Callable[[str], Path]) -> None:
+    from transformers import AutoConfig
+
+    path = copy(kind) / "config.json"
+    left_out = ["tie_word_embeddings", "hidden_act", "rope_parameters", "rope_theta"]
+    left_out += ["num_key_value_heads", "head_dim"] if kind == "llama" else []
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in left_out}))
+    found, filled = Architecture.from_hf(path.parent), AutoConfig.from_pretrained(path.parent)
+    assert found.num_query_groups == filled.num_key_value_heads
+    assert found.head_dim == getattr(filled, "head_dim", 32 // 4)
+    assert (found.rope_theta, found.tied_embeddings) == (filled.rope_parameters["rope_theta"], False)
+    assert (filled.hidden_act, filled.tie_word_embeddings) == ("silu", False)
+
+
 @pytest.mark.parametrize(("tensor_size", "expected"), [(1, 256), (2, 256), (3, 384)])
 def test_padded_vocabulary_is_a_multiple_of_128_per_rank(
     tensor_size: int, expected: int, model_folder: Callable[..., str]
