@@ -13,6 +13,7 @@ from miles.data.sao import COMPACTION_COLUMNS, compaction_columns
 _PER_TOKEN = frozenset(
     {"loss_masks", "rollout_log_probs", "returns", "values", "old_log_probs", "ref_log_probs", "kl", "advantages"}
 )
+_RAGGED = _PER_TOKEN | {"tokens"}
 _COMMON = ("tokens", "response_lengths", "loss_masks", "sample_indices")
 REQUIRED_COLUMNS = {
     "rollout": (*_COMMON, "rewards", "rollout_log_probs"),
@@ -46,41 +47,73 @@ def validate_batch(batch: dict[str, Any], objective: str) -> None:
         if len(column) != num_rows:
             raise ValueError(f"column {name} has {len(column)} rows, tokens has {num_rows}")
 
-    active_tokens = 0
-    for row in range(num_rows):
-        where = f"row {row} (sample {batch['sample_indices'][row]})"
-        length = batch["response_lengths"][row]
+    def where(row: int) -> str:
+        return f"row {row} (sample {batch['sample_indices'][row]})"
+
+    def numbers_of(name: str, kinds: str, expected: str) -> np.ndarray:
+        """A per-token column as one array."""
+        rows = [np.asarray(numbers) for numbers in batch[name]]
+        for row, (numbers, length) in enumerate(zip(rows, lengths, strict=True)):
+            if numbers.shape != (length,) or numbers.dtype.kind not in kinds:
+                raise ValueError(f"{name} {where(row)}: expected {length} {expected}, got shape {numbers.shape}")
+        return np.concatenate(rows)
+
+    lengths = list(batch["response_lengths"])
+    for row, length in enumerate(lengths):
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
-            raise ValueError(f"response_lengths {where}: {length!r}, expected an integer >= 1")
-        tokens = np.asarray(batch["tokens"][row])
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or (tokens < 0).any():
-            raise ValueError(f"tokens {where}: expected a flat list of integers >= 0")
-        if length >= len(tokens):
+            raise ValueError(f"response_lengths {where(row)}: {length!r}, expected an integer >= 1")
+    for row, tokens in enumerate(map(np.asarray, batch["tokens"])):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.min(initial=0) < 0:
+            raise ValueError(f"tokens {where(row)}: expected a flat list of integers >= 0")
+        if lengths[row] >= len(tokens):
             raise ValueError(
-                f"response_lengths {where}: {length} of {len(tokens)} tokens, must leave at least one prompt token"
+                f"response_lengths {where(row)}: {lengths[row]} of {len(tokens)} tokens, must leave at least one "
+                "prompt token"
             )
-        mask = np.asarray(batch["loss_masks"][row])
-        if mask.shape != (length,) or not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"loss_masks {where}: expected {length} entries of 0 or 1")
-        active = mask.astype(bool)
-        active_tokens += int(active.sum())
-        for name in _PER_TOKEN & set(batch) - {"loss_masks"}:
-            numbers = np.asarray(batch[name][row])
-            if numbers.shape != (length,) or numbers.dtype.kind not in "fiu":
-                raise ValueError(f"{name} {where}: expected {length} numbers, got shape {numbers.shape}")
-            finite = np.isfinite(numbers)
-            if not (finite if name == "returns" else finite[active]).all():
-                raise ValueError(f"{name} {where}: not finite at response token {int(np.argmin(finite))}")
-        if "rewards" in batch:
-            check_reward(batch["rewards"][row], where)
-    if active_tokens == 0:
+    mask = numbers_of("loss_masks", "biuf", "entries of 0 or 1")
+    active = mask == 1
+    if bad := _first(~active & (mask != 0), lengths):
+        raise ValueError(f"loss_masks {where(bad[0])}: expected {lengths[bad[0]]} entries of 0 or 1")
+    for name in sorted(_PER_TOKEN & set(batch) - {"loss_masks"}):
+        wrong = ~np.isfinite(numbers_of(name, "fiu", "numbers"))
+        if bad := _first(wrong if name == "returns" else wrong & active, lengths):
+            raise ValueError(f"{name} {where(bad[0])}: not finite at response token {bad[1]}")
+    for row, reward in enumerate(batch.get("rewards", ())):
+        check_reward(reward, where(row))
+    if not active.any():
         raise ValueError(f"{objective} batch has no trainable token: every loss mask is zero")
+
+
+def _first(bad: np.ndarray, lengths: Sequence[int]) -> tuple[int, int] | None:
+    """Row and response token of the first entry that is set."""
+    if not bad.any():
+        return None
+    place, ends = int(bad.argmax()), np.cumsum(lengths)
+    row = int(np.searchsorted(ends, place, side="right"))
+    return row, place - int(ends[row] - lengths[row])
 
 
 def check_reward(reward: Any, where: str) -> None:
     """Raise ValueError, naming `where`, unless `reward` is a finite real number (bool counts as 0 or 1)."""
     if not isinstance(reward, (int, float, np.integer, np.floating)) or not math.isfinite(reward):
         raise ValueError(f"reward of {where} is {reward!r}, expected a finite number")
+
+
+class Ragged(list[Any]):
+    """Rows of numbers, which pickle as one array: thousands of small ones take longer than all their bytes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ragged, (np.concatenate(self), [len(row) for row in self])
+
+
+def _ragged(numbers: np.ndarray, lengths: Sequence[int]) -> Ragged:
+    ends = np.cumsum(lengths).tolist()
+    return Ragged(numbers[end - length : end] for end, length in zip(ends, lengths, strict=True))
+
+
+def ragged(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with `Ragged` columns where rows are sequences of numbers; entries are shared, not copied."""
+    return {name: Ragged(column) if name in _RAGGED else column for name, column in batch.items()}
 
 
 def select_rows(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
@@ -105,10 +138,11 @@ def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
         sample.check_aligned()
     failed = [sample.status is SampleStatus.FAILED for sample in samples]
     batch = {
-        "tokens": [list(s.tokens) for s in samples],
+        "tokens": [np.asarray(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
         "loss_masks": [
-            [0] * s.response_length if lost else list(s.loss_mask) for s, lost in zip(samples, failed, strict=True)
+            np.zeros(s.response_length, dtype=np.uint8) if lost else _mask(s)
+            for s, lost in zip(samples, failed, strict=True)
         ],
         "rewards": [0.0 if s.reward is None else float(s.reward) for s in samples],
         "rollout_log_probs": [np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
@@ -117,4 +151,12 @@ def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
         **compaction_columns(samples),
     }
     validate_batch(batch, "rollout")
-    return batch
+    return ragged(batch)
+
+
+def _mask(sample: Sample) -> np.ndarray:
+    """The loss mask in one byte per token; as it is where it does not fit, for `validate_batch` to refuse."""
+    try:
+        return np.frombuffer(bytes(list(sample.loss_mask)), dtype=np.uint8)
+    except (TypeError, ValueError):
+        return np.asarray(sample.loss_mask)

@@ -96,7 +96,7 @@ def _check_row(batch: Mapping[str, Any], row: int) -> int:
     for name, numbers in (("loss_masks", mask), ("rollout_log_probs", log_probs)):
         if numbers.shape != (length,):
             raise ValueError(f"{name} of row {row} has shape {numbers.shape}, expected {length} entries")
-    if not np.isin(mask, (0, 1)).all():
+    if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"loss_masks of row {row} must be 0 or 1")
     reward = batch["rewards"][row]
     if not isinstance(reward, (int, float, np.number)) or not math.isfinite(reward):

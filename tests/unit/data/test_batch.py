@@ -1,6 +1,7 @@
 """The batch schema refuses what does not fit, naming column and row."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -86,19 +87,27 @@ def test_validate_batch_values_need_to_be_finite_only_under_the_mask():
     # faults.md row 10
     batch = value_batch() | {"values": [[0.5, math.nan], [0.5]]}
     validate_batch(batch, "value")
-    batch["values"][0][0] = math.nan
-    with pytest.raises(ValueError, match="values row 0"):
+    batch["values"][1][0] = math.nan
+    with pytest.raises(ValueError, match=r"values row 1 \(sample 11\): not finite at response token 0"):
         validate_batch(batch, "value")
 
 
 def test_samples_to_batch_columns_follow_the_samples():
     batch = samples_to_batch([finished(4), finished(2, reward=0.0, status=SampleStatus.TRUNCATED)])
     assert batch["sample_indices"] == [4, 2]
-    assert batch["tokens"] == [[1, 2, 3, 4]] * 2
+    assert [x.tolist() for x in batch["tokens"]] == [[1, 2, 3, 4]] * 2
     assert batch["rewards"] == [1.0, 0.0]
     assert [x.tolist() for x in batch["rollout_log_probs"]] == [[-0.5, -0.25]] * 2
-    batch["tokens"][0].append(9)
-    assert batch["tokens"][1] == [1, 2, 3, 4]
+
+
+def test_samples_to_batch_pickled_has_the_same_rows_as_views_of_one_array_a_column():
+    batch = samples_to_batch([finished(4), finished(2, tokens=[7, 8, 9, 3, 4])])
+    assert batch["loss_masks"][0].nbytes == 2
+    back = pickle.loads(pickle.dumps(batch))
+    assert back.keys() == batch.keys()
+    for name in ("tokens", "loss_masks", "rollout_log_probs"):
+        assert [(x.tolist(), x.dtype) for x in back[name]] == [(x.tolist(), x.dtype) for x in batch[name]]
+        assert all(np.shares_memory(x, back[name][0].base) for x in back[name])
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,9 @@ def test_samples_to_batch_columns_follow_the_samples():
         ({"reward": math.nan}, "reward of sample 5 is nan"),
         ({"reward": "1"}, "reward of sample 5 is '1'"),
         ({"loss_mask": [1]}, "sample 5: loss_mask has 1 entries"),
+        ({"loss_mask": [1, 2]}, "loss_masks row 1 .sample 5.: expected 2 entries of 0 or 1"),
+        ({"loss_mask": [1, 0.5]}, "loss_masks row 1 .sample 5.: expected 2 entries of 0 or 1"),
+        ({"loss_mask": [1, 256]}, "loss_masks row 1 .sample 5.: expected 2 entries of 0 or 1"),
     ],
 )
 def test_samples_to_batch_unfit_sample_refused_by_index(changes, message):
@@ -120,7 +132,7 @@ def test_samples_to_batch_unfit_sample_refused_by_index(changes, message):
 
 def test_samples_to_batch_failed_sample_keeps_its_row_and_trains_nothing():
     batch = samples_to_batch([finished(1), finished(5, status=SampleStatus.FAILED, reward=None)])
-    assert batch["loss_masks"][1] == [0, 0]
+    assert batch["loss_masks"][1].tolist() == [0, 0]
     assert batch["rewards"] == [1.0, 0.0]
 
 
