@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from miles.backends.sglang.ports import ReservedPort, reserve_port
 from miles.config import Args
-from miles.ray.rollout.train_data_conversion import Box
+from miles.ray.rollout.train_data_conversion import Shard
 from miles.utils.logging_utils import configure_logger
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class TrainRank:
         configure_logger(args, source=f"{role}{rank}")
         self._args, self._rank, self._world_size = args, rank, world_size
         self._role: Role = role
-        self._dp_rank = 0
         self._reserved: ReservedPort | None = None
 
     def ping(self) -> None:
@@ -65,17 +64,15 @@ class TrainRank:
             master_addr=master_addr,
             master_port=master_port,
         )
-        info = {**self._worker.parallel_info(), "pid": os.getpid()}
-        self._dp_rank = info["dp_rank"]
-        return info
+        return {**self._worker.parallel_info(), "pid": os.getpid()}
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments, **named)
 
-    def call_on_shard(self, method: str, shards: Sequence[Box], *arguments: Any) -> Any:
-        """Call a method of the worker with this data-parallel rank's shard as its last argument."""
-        return getattr(self._worker, method)(*arguments, ray.get(shards[self._dp_rank].ref))
+    def call_on_shard(self, method: str, shard: Shard, *arguments: Any) -> Any:
+        """Call a method of the worker with the shard's columns as its last argument."""
+        return getattr(self._worker, method)(*arguments, shard.load())
 
 
 class RayTrainGroup:
@@ -101,6 +98,7 @@ class RayTrainGroup:
             for rank, bundle in enumerate(bundles)
         ]
         self.dp_size = 0
+        self._dp_ranks: list[int] = []
         self._output_ranks: list[int] = []
 
     async def init(self) -> list[int | None]:
@@ -108,6 +106,7 @@ class RayTrainGroup:
         host, port = await self.reserve_address()
         infos = await self._all([rank.build.remote(host, port) for rank in self._ranks])
         self.dp_size = infos[0]["dp_size"]
+        self._dp_ranks = [info["dp_rank"] for info in infos]
         self._output_ranks = [rank for rank, info in enumerate(infos) if info["is_output_rank"]]
         self._pids = [info["pid"] for info in infos]
         return await self._call("init", **self._worker_options)
@@ -121,11 +120,11 @@ class RayTrainGroup:
         """
         return self._first(await self._call_on_shard("train_value", batch["data_ref"], iteration))
 
-    async def train_policy(self, iteration: int, shards: Sequence[Box]) -> dict[str, Any]:
+    async def train_policy(self, iteration: int, shards: Sequence[Shard]) -> dict[str, Any]:
         """One optimizer step on the policy loss; its metrics."""
         return self._first(await self._call_on_shard("train_policy", shards, iteration))
 
-    async def train_sft(self, iteration: int, shards: Sequence[Box]) -> dict[str, Any]:
+    async def train_sft(self, iteration: int, shards: Sequence[Shard]) -> dict[str, Any]:
         """One optimizer step on the negative log-likelihood of the trainable tokens; its metrics."""
         return self._first(await self._call_on_shard("train_sft", shards, iteration))
 
@@ -134,15 +133,15 @@ class RayTrainGroup:
         logger.debug("evaluating value batch %d", batch)
         return await self._call_on_shard("evaluate_value", data["data_ref"])
 
-    async def compute_values(self, shards: Sequence[Box]) -> dict[int, Any]:
+    async def compute_values(self, shards: Sequence[Shard]) -> dict[int, Any]:
         """Values of the response tokens by sample index (float32, response_length each)."""
         return self._merged(await self._call_on_shard("compute_values", shards))
 
-    async def compute_ref_log_probs(self, shards: Sequence[Box]) -> dict[int, Any]:
+    async def compute_ref_log_probs(self, shards: Sequence[Shard]) -> dict[int, Any]:
         """As `compute_log_probs`, of the reference model that the actor group holds beside its own."""
         return self._merged(await self._call_on_shard("compute_ref_log_probs", shards))
 
-    async def compute_log_probs(self, shards: Sequence[Box]) -> dict[int, Any]:
+    async def compute_log_probs(self, shards: Sequence[Shard]) -> dict[int, Any]:
         """Log-probabilities of the response tokens by sample index (float32, response_length each)."""
         return self._merged(await self._call_on_shard("compute_log_probs", shards))
 
@@ -183,10 +182,12 @@ class RayTrainGroup:
     async def _call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         return await self._all([rank.call.remote(method, *arguments, **named) for rank in self._ranks])
 
-    async def _call_on_shard(self, method: str, shards: Sequence[Box], *arguments: Any) -> list[Any]:
+    async def _call_on_shard(self, method: str, shards: Sequence[Shard], *arguments: Any) -> list[Any]:
         if len(shards) != self.dp_size:
             raise ValueError(f"{len(shards)} shards for {self.dp_size} data-parallel ranks of the {self.role} group")
-        return await self._all([rank.call_on_shard.remote(method, shards, *arguments) for rank in self._ranks])
+        calls = zip(self._ranks, self._dp_ranks, strict=True)
+        # A rank gets its own shard only: every reference that a call carries is counted by Ray, one by one.
+        return await self._all([rank.call_on_shard.remote(method, shards[dp], *arguments) for rank, dp in calls])
 
     def _first(self, results: list[Any]) -> Any:
         """The result of the first rank that has one; ranks that have one agree."""

@@ -24,7 +24,7 @@ from miles.ray.faults import FaultInjector
 from miles.ray.placement_group import Placement, contracted_critic, create_placement
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
-from miles.ray.rollout.train_data_conversion import Box, split_train_data_by_dp
+from miles.ray.rollout.train_data_conversion import Shard, split_train_data_by_dp
 from miles.ray.timeline import Timeline
 from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, newest_checkpoints, read_train_state
 from miles.ray.weight_sync import WeightSync
@@ -470,7 +470,7 @@ class OnlineTrainer:
         for start in range(0, count, size):
             yield select_rows(batch, range(start, start + size))
 
-    def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Box]:
+    def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Shard]:
         critic = group.role == "critic"
         unread = _NOT_FOR_CRITIC if critic else _NOT_FOR_ACTOR
         columns = {name: column for name, column in batch.items() if name not in unread}
@@ -523,19 +523,13 @@ def _by_sample(numbers: dict[int, Any], batch: Batch) -> list[Any]:
 
 def _token_mean(column: list[Any], batch: Batch) -> float:
     """Mean over the trainable tokens."""
-    active = [
-        np.asarray(row)[np.asarray(mask, dtype=bool)] for row, mask in zip(column, batch["loss_masks"], strict=True)
-    ]
-    return float(np.concatenate(active).mean())
+    return float(np.concatenate(column)[np.concatenate(batch["loss_masks"]).astype(bool)].mean())
 
 
 def _log_prob_difference(batch: Batch) -> float:
     """Mean |trainer - engine| over trainable tokens: how far sampling and training disagree about the same policy."""
-    differences = [
-        np.abs(np.asarray(ours) - np.asarray(theirs))
-        for ours, theirs in zip(batch["old_log_probs"], batch["rollout_log_probs"], strict=True)
-    ]
-    return _token_mean(differences, batch)
+    ours, theirs = np.concatenate(batch["old_log_probs"]), np.concatenate(batch["rollout_log_probs"])
+    return _token_mean([np.abs(ours - theirs)], batch)
 
 
 def _largest_difference(ours: dict[int, Any], theirs: dict[int, Any]) -> float:

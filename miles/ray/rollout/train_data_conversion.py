@@ -1,4 +1,4 @@
-"""From a column batch to one shard per data-parallel rank in Ray's object store."""
+"""From a column batch to one shard per data-parallel rank, through Ray's object store."""
 
 import functools
 from dataclasses import dataclass
@@ -11,35 +11,67 @@ from miles.algorithms.corrections import mean_weight
 from miles.backends.megatron.policy import correction_of
 from miles.config import Args
 from miles.config.hf_folder import read_model_config
-from miles.data.batch import select_rows
+from miles.data.batch import ragged, select_rows
 from miles.data.schedule import build_schedule, localize
 
 # Rows with one id are one sequence: segments of a compacted trajectory.
 TRAJECTORY_COLUMN = "compaction_trajectory_ids"
 
+_MAX_OBJECTS = 64
+"""Most objects that a batch lies in. To put one takes a millisecond, so one per rank keeps the driver busy for seconds
+at 1,024 ranks; with a single one every node fetches the whole batch. Ranks of a node read their rows in one copy."""
+
 
 @dataclass(frozen=True)
-class Box:
-    """Holds a reference so that Ray passes it on instead of fetching what it refers to."""
+class Shard:
+    """What a data-parallel rank trains on: rows of columns in Ray's object store, and how they belong together."""
 
-    ref: ray.ObjectRef
+    columns: ray.ObjectRef
+    rows: slice
+    extras: dict[str, Any]
+
+    def load(self) -> dict[str, Any]:
+        """The columns' own rows, read where they lie, with the extras."""
+        return {name: column[self.rows] for name, column in ray.get(self.columns).items()} | self.extras
 
 
-def split_train_data_by_dp(args: Args, rollout_batch: dict[str, Any], *, dp_size: int) -> list[Box]:
-    """Pack rows into micro-batches, balance them over data-parallel ranks, put one shard per rank into the store.
+def split_train_data_by_dp(args: Args, rollout_batch: dict[str, Any], *, dp_size: int) -> list[Shard]:
+    """Pack rows into micro-batches, balance them over data-parallel ranks, put columns into the store; by rank.
 
-    A shard holds the batch's columns for its rows, `sequence_tokens` (trainable tokens of the sequence that a row
-    belongs to), `micro_batches` (lists of row numbers within the shard, as many on every rank) and `global_counts`
+    A loaded shard holds the batch's columns for its rows, `sequence_tokens` (trainable tokens of the sequence that a
+    row belongs to), `micro_batches` (lists of row numbers within the shard, as many on every rank) and `global_counts`
     ("samples", "sequences" and trainable "tokens" of the whole batch), the denominators of losses.
 
     Raises:
         ValueError: the rows cannot be split over `dp_size` ranks as the settings ask.
     """
-    return [Box(ray.put(shard)) for shard in build_shards(args, rollout_batch, dp_size=dp_size)]
+    batch, ranks, counts = _deal(args, rollout_batch, dp_size=dp_size)
+    shards: list[Shard] = []
+    together = -(-dp_size // _MAX_OBJECTS)
+    for first in range(0, dp_size, together):
+        group = ranks[first : first + together]
+        columns = ray.put(ragged(select_rows(batch, [row for rows, _ in group for row in rows])))
+        end = 0
+        for rows, micro_batches in group:
+            start, end = end, end + len(rows)
+            extras = {"micro_batches": micro_batches, "global_counts": counts}
+            shards.append(Shard(columns, slice(start, end), extras))
+    return shards
 
 
 def build_shards(args: Args, batch: dict[str, Any], *, dp_size: int) -> list[dict[str, Any]]:
     """The shards themselves, by data-parallel rank."""
+    batch, ranks, counts = _deal(args, batch, dp_size=dp_size)
+    return [
+        {**select_rows(batch, rows), "micro_batches": micro_batches, "global_counts": counts}
+        for rows, micro_batches in ranks
+    ]
+
+
+def _deal(
+    args: Args, batch: dict[str, Any], *, dp_size: int
+) -> tuple[dict[str, Any], list[tuple[list[int], list[list[int]]]], dict[str, Any]]:
+    """The batch with `sequence_tokens`; each rank's rows and micro-batches; `global_counts`."""
     lengths = [len(tokens) for tokens in batch["tokens"]]
     if args.use_dynamic_batch_size:
         assert args.max_tokens_per_gpu is not None and args.hf_checkpoint is not None
@@ -62,12 +94,7 @@ def build_shards(args: Args, batch: dict[str, Any], *, dp_size: int) -> list[dic
             rollout_log_probs=batch["rollout_log_probs"],
             loss_masks=batch["loss_masks"],
         )
-    batch = {**batch, "sequence_tokens": sequence_tokens}
-    shards = []
-    for rank_schedule in schedule:
-        rows, micro_batches = localize(rank_schedule)
-        shards.append({**select_rows(batch, rows), "micro_batches": micro_batches, "global_counts": counts})
-    return shards
+    return {**batch, "sequence_tokens": sequence_tokens}, [localize(rank) for rank in schedule], counts
 
 
 @functools.lru_cache(maxsize=4)

@@ -133,3 +133,18 @@ def test_shards_hold_every_row_once_and_global_counts(tiny_hf_model: Path, dynam
     assert len({len(shard["micro_batches"]) for shard in shards}) == 1
     for shard in shards:
         assert sorted(row for rows in shard["micro_batches"] for row in rows) == list(range(len(shard["tokens"])))
+
+
+@pytest.mark.parametrize(("dp_size", "num_objects"), [(3, 3), (65, 33)])
+def test_stored_shards_load_as_they_were_built(
+    cluster: None, tiny_hf_model: Path, dp_size: int, num_objects: int
+) -> None:
+    batch = make_batch(2 * dp_size) | {"sample_ids": [f"sample {number}" for number in range(2 * dp_size)]}
+    args = make_args(tiny_hf_model, use_dynamic_batch_size=True, max_tokens_per_gpu=16)
+    stored = split_train_data_by_dp(args, batch, dp_size=dp_size)
+    assert len({shard.columns for shard in stored}) == num_objects
+    for shard, expected in zip(stored, build_shards(args, batch, dp_size=dp_size), strict=True):
+        loaded = shard.load()
+        for name in ("tokens", "loss_masks"):
+            loaded[name] = [row.tolist() for row in loaded[name]]
+        assert loaded == expected
