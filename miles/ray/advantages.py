@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles.algorithms.advantages import compute_advantages_and_returns, resolve_advantage_estimator
+from miles.algorithms.advantages import AdvantageBatch, compute_advantages_and_returns, resolve_advantage_estimator
 from miles.algorithms.kl import kl_estimate
 from miles.algorithms.value_losses import explained_variance
 from miles.config import Args
@@ -68,15 +68,12 @@ class Advantages:
         Against the discounted reward to go, whatever the lambdas: a target with lambda below 1 is half made of the
         very values that it would judge.
         """
-        batch = _take(batch, _trainable_rows(batch))
-        _, returns = compute_advantages_and_returns(
-            batch, estimator="monte_carlo", gamma=self._args.gamma, kl_coef=kl_coef, normalize=False
-        )
-        active = np.concatenate([np.asarray(mask, dtype=bool) for mask in batch["loss_masks"]])
+        rows = AdvantageBatch(batch, kl_coef=kl_coef)
+        returns_A = rows.monte_carlo(rows.rewards_N, self._args.gamma).astype(np.float32)
         return explained_variance(
-            values=torch.as_tensor(np.concatenate(batch["values"])),
-            returns=torch.as_tensor(np.concatenate(returns)),
-            loss_mask=torch.as_tensor(active),
+            values=torch.as_tensor(rows.values_A),
+            returns=torch.as_tensor(returns_A),
+            loss_mask=torch.ones(len(returns_A)),
         )
 
     def penalty(self, batch: dict[str, Any]) -> list[np.ndarray]:
@@ -86,7 +83,7 @@ class Advantages:
             kl_estimate(
                 log_probs=torch.as_tensor(np.asarray(old, dtype=np.float32)),
                 ref_log_probs=torch.as_tensor(np.asarray(reference, dtype=np.float32)),
-                loss_mask=torch.as_tensor(np.asarray(mask)),
+                loss_mask=torch.as_tensor(np.asarray(mask, dtype=bool)),
                 kind=self._args.kl_loss_type,
             ).numpy()
             for old, reference, mask in columns
