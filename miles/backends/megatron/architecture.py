@@ -125,7 +125,7 @@ class Architecture:
 
 def _positive_number(config: dict[str, Any], key: str, path: Path) -> float:
     value = config.get(key)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or value is True or not 0 < value < math.inf:
         state = f"is {value!r}" if key in config else "is missing"
         raise ValueError(f"{path}: {key} {state}, expected a number above 0")
     return float(value)
