@@ -41,6 +41,8 @@ def _one_or_more(value: Any) -> Any:
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""What NumPy can be seeded with, here and in SGLang."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -96,8 +98,8 @@ class ModelGroup(Group):
     )
     critic_save: Text | None = Field(
         None,
-        description="Folder to write critic checkpoints to (unset: RUN_DIR/checkpoints/critic, or the value of a "
-        "given --save with '_critic' appended).",
+        description="Folder to write critic checkpoints to. train_value.py needs it to train; train.py takes, unset, "
+        "RUN_DIR/checkpoints/critic, or the value of a given --save with '_critic' appended.",
     )
     ref_load: Text | None = Field(
         None,
@@ -190,7 +192,9 @@ class BatchGroup(Group):
         description="One optimizer step on all rows of a rollout, however many they are; --global-batch-size is not "
         "read.",
     )
-    seed: NonNegative = Field(1234, description="Seed of initialisation and of the value-pretraining batch plan.")
+    seed: Seed = Field(
+        1234, description="Seed of initialisation and of the value-pretraining batch plan, at least 0 and below 2^32."
+    )
 
 
 class RolloutGroup(Group):
@@ -202,7 +206,7 @@ class RolloutGroup(Group):
     metadata_key: Text = Field("metadata", description="Key of a row that holds an object passed through.")
     apply_chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
     rollout_shuffle: bool = Field(True, description="Shuffle the prompts anew in each epoch.")
-    rollout_seed: NonNegative = Field(42, description="Seed of the prompt order and of sampling.")
+    rollout_seed: Seed = Field(42, description="Seed of the prompt order and of sampling, at least 0 and below 2^32.")
     num_rollout: Positive | None = Field(
         None,
         description="Rollouts of the run; in value pretraining, where data and epochs decide, it must equal the steps "
@@ -485,7 +489,7 @@ class RunGroup(Group):
     title: ClassVar[str] = "run"
 
     run_dir: Text | None = Field(
-        None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME)."
+        None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME-PROCESS)."
     )
     resume: bool = Field(False, description="Continue the run in --run-dir from its last complete save.")
     allow_config_change: CliVariadicArg[TextList] = Field(

@@ -76,6 +76,11 @@ def test_replace_derives_anew_and_keeps_explicit_values() -> None:
 def test_replace_validates() -> None:
     with pytest.raises(ValueError, match=r"--seed: .*got -1"):
         Args.build().replace(source="x", seed=-1)
+    with pytest.raises(ValueError, match=r"--seed: must be less than 4294967296, got 9{20}"):
+        Args.build(seed=int("9" * 20))
+    with pytest.raises(ValueError, match=r"--rollout-seed: must be less than 4294967296"):
+        Args.build(rollout_seed=2**32)
+    assert Args.build(seed=2**32 - 1).seed == 2**32 - 1
     with pytest.raises(ValueError, match=r"unknown setting 'sed' \(did you mean seed\?\)"):
         Args.build().replace(source="x", sed=1)
 
