@@ -63,7 +63,7 @@ def check(args: Args, *, entry: Entry) -> list[str]:
         problems += [*_model_layout(args, entry, model), *_lengths(args, entry, model), *_disk(args, entry, model)]
     if problems:
         raise ValueError("\n".join(problems))
-    return [*_warnings(args)]
+    return [*_warnings(args), *(_without_effect(args) if entry == "train_value" else ())]
 
 
 def roles_of(args: Args, entry: Entry) -> tuple[Role, ...]:
@@ -102,7 +102,7 @@ def _batch(args: Args, entry: Entry) -> Iterator[str]:
         yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         yield "--max-tokens-per-gpu has no effect without --use-dynamic-batch-size"
-    # Programs written against the flags of value pretraining may give both.
+    # Programs written against the flags of value pretraining may give both: `_without_effect`.
     if args.use_dynamic_batch_size and entry == "train":
         yield from _unread_flags(args, {"micro_batch_size"}, "with --use-dynamic-batch-size")
     yield from _per_role(args, entry, _batch_of_role)
@@ -207,7 +207,7 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
             yield f"{flag_of(field)} {folder}: no such folder"
         elif folder is not None and not any(Path(folder).iterdir()):
             yield f"{flag_of(field)} {folder}: the folder is empty, there is nothing to resume from"
-    written = {"run_dir": args.run_dir} | {field: getattr(args, field) for field in _saved_to(args, entry)}
+    written = {"run_dir": args.run_dir} | {field: getattr(args, field) for field in saved_to(args, entry)}
     unusable = {field: why for field, folder in written.items() if folder and (why := _not_writable(Path(folder)))}
     for field, why in unusable.items():
         # A folder that was put into the run folder has nothing of its own to tell.
@@ -503,9 +503,26 @@ def _value_pretraining(args: Args) -> Iterator[str]:
         if args.critic_save is None:
             yield "value pretraining needs --critic-save, the folder for the critic and its contract"
         unread = {"value_pretrain_eval_report", "value_pretrain_eval_num_batches", "value_gate_max_bias"}
-        # Training reads the train split, so to say as much is no mistake.
+        # Training reads the train split, so to say as much is no mistake: `_without_effect`.
         unread |= {"value_pretrain_eval_split"} if args.value_pretrain_eval_split == "heldout" else set()
         yield from _unread_flags(args, unread, "without --value-pretrain-eval-only")
+
+
+_LEARNING = _settings_of(OptimizerGroup) | {
+    *("value_pretrain_epochs", "num_rollout", "critic_save", "save_interval"),
+    *("use_distributed_optimizer", "critic_freeze_attention"),
+}
+"""Settings that an evaluation does not read."""
+
+
+def _without_effect(args: Args) -> Iterator[str]:
+    """Flags that programs written against those of value pretraining may give everywhere, and that change nothing."""
+    if args.value_pretrain_eval_only:
+        yield from _unread_flags(args, _LEARNING, "with --value-pretrain-eval-only, which trains nothing")
+    else:
+        yield from _unread_flags(args, {"value_pretrain_eval_split"}, "without --value-pretrain-eval-only")
+    if args.use_dynamic_batch_size:
+        yield from _unread_flags(args, {"micro_batch_size"}, "with --use-dynamic-batch-size")
 
 
 def _critic_alone(args: Args) -> Iterator[str]:
@@ -576,11 +593,9 @@ def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
 
 
 def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
-    if args.value_pretrain_eval_only or args.rollout_only:
-        return
     need = model.num_parameters * _BYTES_PER_PARAMETER
     on_disk: dict[int, list[tuple[str, str]]] = {}
-    for field in _saved_to(args, entry):
+    for field in saved_to(args, entry):
         folder = getattr(args, field)
         if folder is not None and not _not_writable(Path(folder)):
             on_disk.setdefault(_nearest_existing(Path(folder)).stat().st_dev, []).append((flag_of(field), folder))
@@ -593,8 +608,10 @@ def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
             yield f"{folders}: {_size(usage.free)} are free, {what} about {_size(need * len(there))}"
 
 
-def _saved_to(args: Args, entry: Entry) -> tuple[str, ...]:
-    """The settings that name a folder for checkpoints, of the groups a program runs."""
+def saved_to(args: Args, entry: Entry) -> tuple[str, ...]:
+    """The settings that name a folder for checkpoints, of the groups a program trains."""
+    if entry == "train_value" and args.value_pretrain_eval_only:
+        return ()
     return tuple("save" if role == "actor" else "critic_save" for role in roles_of(args, entry))
 
 

@@ -565,11 +565,31 @@ def test_command_that_trained_a_critic_may_be_repeated_to_judge_it(
 ) -> None:
     repeated: dict[str, Any] = {"lr": 1e-3, "value_pretrain_epochs": 5, "lr_decay_style": "cosine"}
     repeated |= {"critic_save": offline["critic_save"], "save_interval": 2}
-    assert problems(evaluation | repeated, "train_value") == []
+    settings = evaluation | repeated
+    warnings = check(Args.from_values(settings, dict.fromkeys(settings, "flag")), entry="train_value")
+    assert warnings == [
+        f"--{name.replace('_', '-')} has no effect with --value-pretrain-eval-only, which trains nothing"
+        for name in sorted(repeated)
+    ]
+    assert check(Args.from_values(settings, dict.fromkeys(settings, "file:value.yaml")), entry="train_value") == []
 
 
-def test_training_may_say_that_it_reads_the_train_split(offline: dict[str, Any]) -> None:
-    assert problems(offline | {"value_pretrain_eval_split": "train"}, "train_value") == []
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"value_pretrain_eval_split": "train"}, "--value-pretrain-eval-split has no effect without --value-pretrain"),
+        (
+            {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64, "micro_batch_size": 4},
+            "--micro-batch-size has no effect with --use-dynamic-batch-size",
+        ),
+    ],
+)
+def test_flag_of_value_pretraining_without_effect_is_warned_of(
+    offline: dict[str, Any], given: dict[str, Any], warning: str
+) -> None:
+    settings = offline | given
+    (line,) = check(Args.from_values(settings, dict.fromkeys(settings, "flag")), entry="train_value")
+    assert line.startswith(warning)
 
 
 def test_sequence_parallel_actor_beside_a_critic_of_one_tensor_rank_is_accepted(online: dict[str, Any]) -> None:
