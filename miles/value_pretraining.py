@@ -68,6 +68,7 @@ __all__ = [
     "check_online_contract",
     "check_parallel_layout",
     "check_some_token_ids",
+    "check_token_budget",
     "check_token_ids",
     "contract_sha256",
     "load_and_check_resume",
@@ -532,6 +533,18 @@ def prepare_value_pretraining(args: Any, *, model_parallel_size: int) -> ValuePr
             seed=args.seed,
         )
     return ValuePretrainPlan(manifest, dataset, resume, dp_size, num_steps, batches)
+
+
+def check_token_budget(dataset: ValuePretrainDataset, args: Any) -> None:
+    """Raise ValueError where a micro-batch, if it is filled by tokens, cannot hold the longest row."""
+    if not args.use_dynamic_batch_size:
+        return
+    ranks = args.context_parallel_size
+    if dataset.max_tokens > args.max_tokens_per_gpu * ranks:
+        room = f"--max-tokens-per-gpu {args.max_tokens_per_gpu}" + (
+            f" on {ranks} context-parallel ranks" * (ranks > 1)
+        )
+        raise ValueError(f"{room} cannot hold the longest row of {dataset.spec.path}, of {dataset.max_tokens} tokens")
 
 
 _LOOKED_AT = 256

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles.value_pretraining import (
+    check_token_budget,
     load_value_pretrain_manifest,
     prepare_value_pretraining,
     write_value_pretrain_contract,
@@ -129,6 +130,21 @@ def test_prepare_devices_not_divisible_by_model_parallel_size_is_refused(make_ar
 
 def test_prepare_dynamic_batches_need_no_divisible_micro_batch(make_args):
     assert prepare(make_args(micro_batch_size=3, use_dynamic_batch_size=True)).dp_size == 2
+
+
+def test_token_budget_that_cannot_hold_the_longest_row_is_refused(make_args):
+    args = make_args(use_dynamic_batch_size=True, context_parallel_size=2, max_tokens_per_gpu=2)
+    dataset = prepare(args).dataset
+    longest = max(len(dataset.get(row).tokens) for row in range(len(dataset)))
+    args.max_tokens_per_gpu = -(-longest // 2)
+    check_token_budget(dataset, args)
+    args.max_tokens_per_gpu = (longest - 1) // 2
+    with pytest.raises(
+        ValueError, match=rf"2 context-parallel ranks cannot hold the longest row of .*, of {longest} t"
+    ):
+        check_token_budget(dataset, args)
+    args.use_dynamic_batch_size = False
+    check_token_budget(dataset, args)
 
 
 def test_prepare_bad_row_is_refused_with_path_and_line(make_args, make_manifest, value_row):
