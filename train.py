@@ -16,7 +16,7 @@ from miles.ray.train_state import resume_state
 from miles.rollout.preflight import check_rollout_inputs
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
-from miles.utils.tracking_utils.run_folder import create_run_folder, refuse_changed_config, update_run_json
+from miles.utils.tracking_utils.run_folder import claim_run_folder, create_run_folder, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import (
     check_critic_listing,
@@ -125,9 +125,8 @@ if __name__ == "__main__":
     configure_logger(settings, source="train")
     try:
         settings = settle(settings)
+        claim_run_folder(settings, entry="train")
         resumed = None if settings.rollout_only else resume_state(settings)
-        if resumed is not None:
-            refuse_changed_config(settings)
         check_rollout_inputs(settings)
         # Importing Ray takes a second: after the cheaper refusals.
         from miles.ray.cluster import check_before_ray_starts

@@ -5,21 +5,41 @@ from miles.utils.audit_utils.interrupts import end_in_one_line
 if __name__ == "__main__":
     end_in_one_line("train_value.py")
 
+from miles.backends.megatron.checkpoint_identity import Identity, find_checkpoint
 from miles.config import Args
 from miles.config.hf_folder import read_model_config
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
-from miles.utils.tracking_utils.run_folder import create_run_folder, update_run_json
+from miles.utils.tracking_utils.run_folder import claim_run_folder, create_run_folder, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import (
     ValuePretrainPlan,
     check_critic_listing,
     check_loaded_iterations,
     check_some_token_ids,
+    check_token_budget,
     objective_args,
     prepare_value_pretraining,
 )
+
+
+def check_seed_of_critic(args: Args) -> None:
+    """Look at the checkpoint that a fresh critic starts from, if any.
+
+    Raises:
+        ValueError: there is none in the folder, or it is of a critic in training, without a contract.
+    """
+    flag = "--load" if args.critic_load is None else "--critic-load"
+    folder = args.for_role("critic").load
+    if folder is None:
+        return
+    try:
+        found = Identity.read(find_checkpoint(folder))
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
+    if found.role == "critic":
+        check_loaded_iterations([found.iteration], resume=None)
 
 
 async def main(args: Args, plan: ValuePretrainPlan) -> None:
@@ -40,11 +60,16 @@ if __name__ == "__main__":
     settings = parse_args(entry="train_value")
     configure_logger(settings, source="train_value")
     try:
+        claim_run_folder(settings, entry="train_value")
         value_plan = prepare_value_pretraining(
             settings, model_parallel_size=compute_megatron_world_size_except_dp(settings.for_role("critic"))
         )
-        if settings.critic_load is not None and value_plan.resume is not None:
+        if value_plan.resume is None:
+            check_seed_of_critic(settings)
+        else:
+            assert settings.critic_load is not None
             check_critic_listing(settings.critic_load, value_plan.resume)
+        check_token_budget(value_plan.dataset, settings)
         assert settings.hf_checkpoint is not None
         check_some_token_ids(
             value_plan.dataset,

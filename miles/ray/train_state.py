@@ -6,6 +6,7 @@ from typing import Any
 
 from miles.config import Args
 from miles.contracts.chain import iteration_folder
+from miles.utils.tracking_utils.run_folder import refuse_changed_config
 
 STATE_FILE = "train_state.json"
 """Written last of a save: what it names is complete, and a resume starts from it."""
@@ -38,7 +39,8 @@ def resume_state(args: Args) -> dict[str, Any] | None:
     """The save to continue from with `--resume`, None for a fresh run.
 
     Raises:
-        ValueError: there is nothing to continue, or a fresh run would write into the folder of another.
+        ValueError: there is nothing to continue, a fresh run would write into the folder of another, or a setting
+            differs from what the run began with.
     """
     assert args.run_dir is not None
     state = read_train_state(args.run_dir)
@@ -49,6 +51,8 @@ def resume_state(args: Args) -> dict[str, Any] | None:
             f"--run-dir {args.run_dir} holds a run saved after rollout {state['rollout_id']}; "
             "pass --resume to continue it, or name another folder"
         )
+    if state is not None:
+        refuse_changed_config(args)
     return state
 
 

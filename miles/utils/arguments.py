@@ -6,6 +6,7 @@ wrong one, the source of each value, and the rules across fields.
 
 import argparse
 import logging
+import os
 import sys
 import textwrap
 import time
@@ -124,7 +125,7 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
     if args.run_dir is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = entry or _entry_of(args)
-        args = args.replace(source="generated", run_dir=f"runs/{name}-{stamp}")
+        args = args.replace(source="generated", run_dir=f"runs/{name}-{stamp}-{os.getpid()}")
     if args.save is None and (entry or _entry_of(args)) == "train":
         assert args.run_dir is not None
         folder = Path(args.run_dir) / "checkpoints"

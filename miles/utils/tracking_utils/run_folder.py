@@ -13,9 +13,11 @@ from typing import Any
 import miles
 from miles.config.args import Args, Entry, refuse_unknown_fields
 from miles.config.files import config_yaml, read_config_file
+from miles.config.groups import flag_of
 from miles.contracts.chain import RUN_CONFIG_NAME, RUN_RECORD_NAME, write_run_record
 from miles.contracts.publish import publish_bytes
 from miles.utils.audit_utils.process_identity import MainProcessIdentity
+from miles.utils.folder_lock import hold_folders
 
 _PACKAGES = (
     "torch",
@@ -31,15 +33,16 @@ _PACKAGES = (
 
 
 def create_run_folder(args: Args, *, entry: Entry) -> Path:
-    """Make `args.run_dir` and write the resolved config and the facts of this start into it.
+    """Make `args.run_dir`, hold what the program writes, and write resolved config and facts of this start into it.
 
     A folder that holds a run already is continued: its earlier starts stay listed in run.json.
 
     Raises:
-        ValueError: the folder cannot be written, or holds something else.
+        ValueError: the folder cannot be written, or as `claim_run_folder`.
     """
     assert args.run_dir is not None
     folder = Path(args.run_dir)
+    _refuse_other_run(args, entry=entry)
     text = config_yaml(args)
     start = {
         "entry": entry,
@@ -51,16 +54,54 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
         "time": time.time(),
     }
     try:
-        others = [path for path in folder.glob("[!.]*") if path.name != "logs"]
-        if others and not (folder / RUN_CONFIG_NAME).exists():
-            raise ValueError(f"--run-dir {folder}: holds other things than a run; name a new or an empty folder")
-        folder.mkdir(parents=True, exist_ok=True)
+        hold_folders(args, entry=entry, make=True)
         publish_bytes(folder / RUN_CONFIG_NAME, text.encode())
         earlier = read_run_json(folder).get("starts", [])
         update_run_json(folder, starts=[*earlier, start])
     except OSError as error:
         raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
     return folder
+
+
+def claim_run_folder(args: Args, *, entry: Entry) -> None:
+    """Take the folders that a program writes, as far as they are there; nothing is made.
+
+    Raises:
+        ValueError: the run folder holds no run, the run of another program or, in value pretraining, of another critic
+            or report; or another process writes one of the folders.
+    """
+    _refuse_other_run(args, entry=entry)
+    hold_folders(args, entry=entry, make=False)
+
+
+def _refuse_other_run(args: Args, *, entry: Entry) -> None:
+    assert args.run_dir is not None
+    folder = Path(args.run_dir)
+    others = [path for path in folder.glob("[!.]*") if path.name != "logs"]
+    if others and not (folder / RUN_CONFIG_NAME).exists():
+        raise ValueError(f"--run-dir {folder}: holds other things than a run; name a new or an empty folder")
+    starts = read_run_json(folder).get("starts", [])
+    if not starts:
+        return
+    if starts[-1]["entry"] != entry:
+        raise ValueError(f"--run-dir {folder}: holds a run of {starts[-1]['entry']}.py; name another folder")
+    if entry == "train":
+        return
+    began, now = (_placed(settings) for settings in (_began_with(folder), args.model_dump(mode="json")))
+    if began.get("value_pretrain_eval_only") != args.value_pretrain_eval_only:
+        done = "trained" if args.value_pretrain_eval_only else "evaluated"
+        raise ValueError(f"--run-dir {folder}: holds a run that {done} a critic; name another folder")
+    made = "value_pretrain_eval_report" if args.value_pretrain_eval_only else "critic_save"
+    theirs, ours = (Path(settings.get(made) or "").resolve() for settings in (began, now))
+    if theirs != ours:
+        raise ValueError(
+            f"--run-dir {folder}: holds the run of {flag_of(made)} {began.get(made)}, not of {now[made]}; name "
+            "another folder"
+        )
+
+
+def _began_with(folder: Path) -> dict[str, Any]:
+    return read_config_file(str(folder / RUN_CONFIG_NAME))[0]
 
 
 _FREE_TO_CHANGE = frozenset(
@@ -96,10 +137,10 @@ def refuse_changed_config(args: Args) -> None:
     """
     assert args.run_dir is not None
     refuse_unknown_fields(args.allow_config_change)
-    path = Path(args.run_dir) / RUN_CONFIG_NAME
-    if not path.is_file():
+    folder = Path(args.run_dir)
+    if not (folder / RUN_CONFIG_NAME).is_file():
         return
-    began, now = (_placed(settings) for settings in (read_config_file(str(path))[0], args.model_dump(mode="json")))
+    began, now = (_placed(settings) for settings in (_began_with(folder), args.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | set(args.allow_config_change)
     if args.lr_decay_style == "constant" or args.lr_decay_iters is not None:
         free |= {"num_rollout"}

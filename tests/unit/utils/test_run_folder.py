@@ -5,12 +5,14 @@ import json
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from miles.config import Args
 from miles.utils.tracking_utils.run_folder import (
+    claim_run_folder,
     code_version,
     create_run_folder,
     installed_versions,
@@ -60,7 +62,7 @@ def test_damaged_run_json_is_named(tmp_path: Path, text: str, reason: str) -> No
 
 def test_no_temporary_file_is_left(tmp_path: Path) -> None:
     create_run_folder(Args.build(run_dir=str(tmp_path)), entry="train")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", "run.json"]
 
 
 def test_absent_package_is_recorded_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +161,42 @@ def test_folder_of_other_things_refused_as_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds other things than a run"):
         create_run_folder(Args.build(run_dir=str(tmp_path)), entry="train")
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("began", "goes_on", "refusal"),
+    [
+        (("train", {}), {}, "holds a run of train.py; name another folder"),
+        (("train_value", {}), {"value_pretrain_eval_only": True}, "holds a run that trained a critic; name another"),
+        (("train_value", {"value_pretrain_eval_only": True}), {}, "holds a run that evaluated a critic; name another"),
+        (
+            ("train_value", {"critic_save": "one"}),
+            {"critic_save": "two"},
+            "holds the run of --critic-save one, not of two; name another folder",
+        ),
+        (
+            ("train_value", {"value_pretrain_eval_only": True, "value_pretrain_eval_report": "a.json"}),
+            {"value_pretrain_eval_only": True, "value_pretrain_eval_report": "b.json"},
+            "holds the run of --value-pretrain-eval-report a.json, not of b.json; name another folder",
+        ),
+    ],
+)
+def test_run_folder_of_another_run_is_refused_in_value_pretraining(
+    tmp_path: Path, began: tuple[Any, dict[str, Any]], goes_on: dict[str, Any], refusal: str
+) -> None:
+    entry, settings = began
+    create_run_folder(Args.build(run_dir=str(tmp_path), **settings), entry=entry)
+    with pytest.raises(ValueError, match=f"--run-dir {tmp_path}: {refusal}"):
+        claim_run_folder(Args.build(run_dir=str(tmp_path), **goes_on), entry="train_value")
+
+
+def test_value_pretraining_started_again_goes_on_in_its_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, critic = tmp_path / "run", tmp_path / "run" / "critic"
+    create_run_folder(Args.build(run_dir=str(run), critic_save=str(critic)), entry="train_value")
+    monkeypatch.chdir(tmp_path)
+    again = Args.build(run_dir="run", critic_save="run/critic", critic_load="run/critic", value_pretrain_epochs=2)
+    claim_run_folder(again, entry="train_value")
+    with pytest.raises(ValueError, match="holds a run of train_value"):
+        claim_run_folder(again, entry="train")

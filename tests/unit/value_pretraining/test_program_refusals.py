@@ -3,16 +3,21 @@
 All command lines run in one child process, one after the other.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from miles.config import Args
 from miles.contracts.canonical import canonical_json_bytes
+from miles.utils.tracking_utils.run_folder import create_run_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("ray", "torch", "megatron", "transformers", "sglang")
@@ -129,7 +134,7 @@ BAD_DATA = {
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
+def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
     """Name of a mistake -> (flags on top of the good ones, what the program must say)."""
     at = tmp_path_factory.mktemp("refusals")
     good = write_manifest(at / "good", lines(GOOD), HELDOUT)
@@ -151,6 +156,14 @@ def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
 
     def data(name, content, **changes):
         return ["--value-pretrain-manifest", str(write_manifest(at / name, content, HELDOUT, **changes))]
+
+    other_run, held = at / "other_run", at / "held"
+    create_run_folder(Args.build(run_dir=str(other_run)), entry="train")
+    held.mkdir()
+    lock = os.open(held / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    holder = "process 7 on elsewhere"
+    os.write(lock, holder.encode())
 
     changed = data("changed", lines(GOOD))
     (at / "changed" / "train.jsonl").write_bytes(lines(GOOD).replace(b"sample-3", b"sample-X"))
@@ -221,6 +234,19 @@ def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
         "devices": (["--tensor-model-parallel-size", "4"], "critic: 2 devices (--critic-num-nodes x --crit"),
         "global batch": (["--global-batch-size", "3"], "--global-batch-size 3 is not divisible by the critic's data"),
         "micro-batch": (["--micro-batch-size", "4"], "the critic's local batch 2 (--global-batch-size 4 over"),
+        "token budget": (
+            ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "3"],
+            "--max-tokens-per-gpu 3 cannot hold the longest row of",
+        ),
+        "no checkpoint": (
+            ["--critic-load", str(at / "good")],
+            f"--critic-load {at / 'good'}: holds no checkpoint: there is no file 'latest'",
+        ),
+        "run folder of data": (["--run-dir", str(at / "good")], "holds other things than a run"),
+        "run folder of train.py": (["--run-dir", str(other_run)], "holds a run of train.py; name another folder"),
+        "run folder held": (["--run-dir", str(held)], f"--run-dir {held} is being written by {holder}"),
+        "critic folder held": (["--critic-save", str(held)], f"--critic-save {held} is being written by {holder}"),
+        "seed": (["--seed", "9" * 20], "--seed: must be less than 4294967296, got '9999"),
         "too few rows": (["--global-batch-size", "16"], "at least one complete global batch: 8 rows"),
     }  # fmt: skip
     flags = {
@@ -235,8 +261,15 @@ def cases(tmp_path_factory) -> dict[str, tuple[list[str], str]]:
         "seed": 7,
         "device": "cpu",
     }
-    base = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return {name: ([*base, *words], message) for name, (words, message) in found.items()}
+
+    def base(words):
+        # Flags that have no effect are warned of.
+        unread = ("critic-save", "value-pretrain-epochs") if "--value-pretrain-eval-only" in words else ()
+        unread += ("micro-batch-size",) if "--use-dynamic-batch-size" in words else ()
+        return [word for name, value in flags.items() if name not in unread for word in (f"--{name}", str(value))]
+
+    yield {name: ([*base(words), *words], message) for name, (words, message) in found.items()}
+    os.close(lock)
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +292,8 @@ NAMES = [
     *("resumed manifest", "resumed data", "resumed objective"),
     *("resumed plan", "past the plan", "nothing left", "no contract", "contract pin", "no held-out split"),
     *("report exists", "batches overlap", "one label", "devices", "global batch", "micro-batch", "too few rows"),
+    *("token budget", "no checkpoint", "run folder of data", "run folder of train.py", "run folder held"),
+    *("critic folder held", "seed"),
 ]
 
 
