@@ -182,8 +182,13 @@ def test_folder_of_other_things_refused_as_run_folder(tmp_path: Path) -> None:
     ],
 )
 def test_run_folder_of_another_run_is_refused_in_value_pretraining(
-    tmp_path: Path, began: tuple[Any, dict[str, Any]], goes_on: dict[str, Any], refusal: str
+    tmp_path: Path,
+    began: tuple[Any, dict[str, Any]],
+    goes_on: dict[str, Any],
+    refusal: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     entry, settings = began
     create_run_folder(Args.build(run_dir=str(tmp_path), **settings), entry=entry)
     with pytest.raises(ValueError, match=f"--run-dir {tmp_path}: {refusal}"):
