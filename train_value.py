@@ -8,6 +8,7 @@ if __name__ == "__main__":
 from miles.backends.megatron.checkpoint_identity import Identity, find_checkpoint
 from miles.config import Args
 from miles.config.hf_folder import read_model_config
+from miles.data.value_leak import refuse_leaking_prompts
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
@@ -70,6 +71,8 @@ if __name__ == "__main__":
             assert settings.critic_load is not None
             check_critic_listing(settings.critic_load, value_plan.resume)
         check_token_budget(value_plan.dataset, settings)
+        if settings.value_pretrain_eval_only and settings.value_pretrain_eval_split == "heldout":
+            refuse_leaking_prompts(value_plan.manifest)
         assert settings.hf_checkpoint is not None
         check_some_token_ids(
             value_plan.dataset,

@@ -239,7 +239,8 @@ def write_value_rows(path: Path, *, count: int, offset: int) -> dict[str, Any]:
     lines = []
     for number in range(offset, offset + count):
         label = number % 2
-        prompt = [3 + label, 5 + number % 7, 3 + number % 10, 15]
+        # The last token keeps the prompts of one file apart from those of another.
+        prompt = [3 + label, 5 + number % 7, 3 + number % 10, 15 + offset % 7]
         response = [4 + number % 9] * (1 + number % 3)
         row = {
             "sample_id": f"row-{number}",
