@@ -39,7 +39,7 @@ def reported(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing half-written is left, published checkpoints stand", file=sys.stderr)
+        print(f"{name}: interrupted; published checkpoints stand, an unfinished save counts as none", file=sys.stderr)
         raise SystemExit(128 + received) from None
     except (Exception, asyncio.CancelledError) as error:
         if logging.getLogger().isEnabledFor(logging.DEBUG):

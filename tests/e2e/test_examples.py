@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def small_quickstart(folder: Path) -> Path:
-    """The quickstart's own plan with fewer problems, half of them easier, and less of everything that takes time."""
+    """The quickstart's own plan with fewer problems, half of them easier, and less of everything that takes time.
+
+    Its online RL is the recipe's canary: one real step with everything that a canary asks after it.
+    """
     plan = yaml.safe_load((ROOT / "examples" / "quickstart" / "quickstart.yaml").read_text())
     # Six digits have nearly always 1 as their greatest common divisor: an actor learns that in a few steps, and a
     # critic soon tells these problems from sums, so the gate stays as it is.
@@ -34,16 +37,22 @@ def small_quickstart(folder: Path) -> Path:
         "tensor_model_parallel_size": 1,
     }
     plan["online_rl"]["settings"] |= {
-        "num_rollout": 2,
+        "canary_one_step": True,
         "rollout_batch_size": 16,
         "micro_batch_size": 32,
-        "eval_interval": 2,
-        "save_interval": 2,
+        "eval_interval": 1,
         "eval_max_prompts": 32,
     }
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(plan, sort_keys=False))
     return path
+
+
+def check_canary(printed: str) -> None:
+    difference = re.search(r"^canary: engine and actor after the update: largest log-prob .* (\S+)$", printed, re.M)
+    assert difference is not None and float(difference[1]) < 1e-5, printed
+    assert re.search(r"^canary: chain verified, \d+ links hold$", printed, re.M), printed
+    assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in printed
 
 
 def test_quickstart_reduced_runs_every_stage_and_a_second_start_runs_none(
@@ -53,9 +62,10 @@ def test_quickstart_reduced_runs_every_stage_and_a_second_start_runs_none(
     first, out = run("examples/quickstart/run.py", *words, timeout_s=1000), tmp_path / "out"
     assert first.code == 0, first.out[-2000:] + first.err[-2000:]
     assert re.search(r"^verified: \d+ links hold$", first.out, re.MULTILINE), first.out
+    check_canary(first.out)
     lines = read_metrics(out / "run")
-    assert [line["step"] for line in lines if line["stage"] == "train"] == [1, 2]
-    assert [line["step"] for line in lines if line["stage"] == "eval"] == [0, 2]
+    assert [line["step"] for line in lines if line["stage"] == "train"] == [1]
+    assert [line["step"] for line in lines if line["stage"] == "eval"] == [0, 1]
 
     report, contract = out / "value_report.json", out / "critic" / "value_pretrain_contract.json"
     gate = json.loads(report.read_text())
@@ -122,8 +132,7 @@ def test_canary_of_smollm2_on_a_tiny_model_passes_its_own_checks(
     }
     done = run("train.py", *write_settings(tmp_path, "online_canary", recipe | small))
     assert done.code == 0, done.out[-2000:] + done.err[-2000:]
-    assert re.search(r"^canary: chain verified, \d+ links hold$", done.out, re.MULTILINE), done.out
-    assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
+    check_canary(done.out)
     lines = read_metrics(tmp_path / "run")
     for stage in ("rollout", "value", "train"):
         assert [line["step"] for line in lines if line["stage"] == stage] == [1], stage
