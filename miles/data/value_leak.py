@@ -21,8 +21,8 @@ class _Row(msgspec.Struct):
 def refuse_leaking_prompts(manifest: ValuePretrainManifest) -> None:
     """Refuse a held-out split that shares prompts, token for token, with the train split: its figures prove nothing.
 
-    Reads both files once, about a minute for a million rows of 512 tokens. Where the train data is not at hand, a warning says that
-    nobody looked.
+    Reads both files once, about a minute for a million rows of 512 tokens. Where the train data is not at hand, a
+    warning says that nobody looked.
 
     Raises:
         ValueError: the first shared prompt, by `path:line` of both splits.
