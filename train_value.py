@@ -61,10 +61,10 @@ if __name__ == "__main__":
     settings = parse_args(entry="train_value")
     configure_logger(settings, source="train_value")
     try:
-        claim_run_folder(settings, entry="train_value")
         value_plan = prepare_value_pretraining(
             settings, model_parallel_size=compute_megatron_world_size_except_dp(settings.for_role("critic"))
         )
+        claim_run_folder(settings, entry="train_value")
         if value_plan.resume is None:
             check_seed_of_critic(settings)
         else:

@@ -16,8 +16,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OnlineRunsBesideTheRest(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            online = ("tests/e2e/test_online.py", "tests/e2e/test_examples.py::test_canary")
-            return "online" if nodeid.startswith(online) else "the rest"
+            # Chosen so that both end at about the same time.
+            beside = ("tests/e2e/test_examples.py::test_canary", "tests/e2e/test_value_names", "tests/cpu/examples")
+            return "online" if nodeid.startswith(("tests/e2e/test_online.py", *beside)) else "the rest"
 
     return OnlineRunsBesideTheRest(config, log)
 
