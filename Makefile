@@ -92,7 +92,7 @@ smollm2: $(SMOLLM2)
 	$(VENV)/bin/python examples/smollm2/run.py $(ARGS)
 
 test: $(DEV)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadscope $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

@@ -11,11 +11,14 @@ VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+-*/= ", *"abcdefghijklmnop
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Two processes run the suite: whole online runs, which wait a good deal, and beside them all else."""
+    """Two processes run the suite: whole online runs, which wait a good deal, beside all else, and then unit files."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OnlineRunsBesideTheRest(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/unit/"):
+                # They come last, to whoever is free.
+                return nodeid.split("::")[0]
             # Chosen so that both end at about the same time.
             beside = ("tests/e2e/test_examples.py::test_canary", "tests/e2e/test_value_names", "tests/cpu/examples")
             return "online" if nodeid.startswith(("tests/e2e/test_online.py", *beside)) else "the rest"
