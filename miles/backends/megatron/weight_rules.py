@@ -23,7 +23,7 @@ class Rule:
     """How one Megatron parameter is made of Hugging Face tensors.
 
     `kind`: "copy" replicates over tensor-parallel ranks; "columns" splits dimension 1; "qkv" and "gate_up" merge
-    several tensors as the module docstring says; "vocab" splits dimension 0 after padding.
+    several tensors as `weights` says in its first lines; "vocab" splits dimension 0 after padding.
     """
 
     megatron: str
