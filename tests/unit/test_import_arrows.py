@@ -4,7 +4,7 @@ Imports inside functions count too. Reads the source with `ast`; imports nothing
 """
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,20 +66,21 @@ def source_files() -> list[Path]:
     return sorted(path for path in found if "cpu_stand_ins" not in path.parts and ".venv" not in path.parts)
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(path: Path) -> list[tuple[int, str]]:
     """(line, dotted module) of every import; `from miles import data` counts as miles.data."""
+    found: list[tuple[int, str]] = []
     package = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *([base] if base else [])])
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
 
 
 def inside(module: str, room: str) -> bool:
