@@ -35,7 +35,8 @@ def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
 
 
 def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") -> int:
-    """Optimizer steps over which the learning rate decays; a critic goes `num_critic_epochs` times over each rollout.
+    """Optimizer steps over which the learning rate decays: a critic goes `num_critic_epochs` times over each rollout,
+    an actor passes over the first `num_critic_only_steps` rollouts.
 
     Args:
         args: the role's own settings.
@@ -49,8 +50,10 @@ def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") ->
     if steps is None:
         if args.num_rollout is None:
             raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
-        passes = args.num_critic_epochs if role == "critic" else 1
-        steps = args.num_rollout * args.num_steps_per_rollout * passes
+        if role == "critic":
+            steps = args.num_rollout * args.num_steps_per_rollout * args.num_critic_epochs
+        else:
+            steps = (args.num_rollout - args.num_critic_only_steps) * args.num_steps_per_rollout
     if steps <= args.lr_warmup_iters:
         flag = flag_of("lr_warmup_iters", role)
         raise ValueError(f"{flag} {args.lr_warmup_iters} must be below the schedule's {steps} steps")

@@ -21,6 +21,17 @@ def test_warm_up_as_long_as_the_schedule_is_refused_by_the_roles_own_flag() -> N
         schedule_length(Args.build(**settings, lr_warmup_iters=6), role="critic")
 
 
+def test_schedule_of_an_actor_leaves_out_the_rollouts_that_train_the_critic_alone() -> None:
+    """10 rollouts of 2 steps, 4 of them the critic's alone: 6 x 2 steps; the critic goes twice over all: 40."""
+    Device("cpu").activate()
+    from miles.backends.megatron.optimizer import schedule_length
+
+    settings = {"lr_decay_style": "linear", "num_rollout": 10, "num_critic_only_steps": 4}
+    args = Args.build(**settings, num_steps_per_rollout=2, num_critic_epochs=2)
+    assert schedule_length(args, role="actor") == 12
+    assert schedule_length(args, role="critic") == 40
+
+
 def test_layout_that_the_ranks_cannot_form_is_refused_by_the_roles_own_flags() -> None:
     sizes = {"world_size": 3, "tensor_size": 2, "pipeline_size": 1, "context_size": 1, "sequence_parallel": False}
     check_layout(**(sizes | {"world_size": 4}))
