@@ -8,64 +8,18 @@ if __name__ == "__main__":
 import logging
 from typing import Any
 
-from miles.backends.megatron.checkpoint_identity import Identity, find_checkpoint
 from miles.config import Args
 from miles.contracts.chain import describe_value_pretraining
-from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
+from miles.contracts.value_schema import contract_path
+from miles.ray.origins import settle
 from miles.ray.train_state import resume_state
-from miles.rollout.preflight import check_rollout_inputs
+from miles.rollout.preflight import check_rollout_inputs, kept_rollout_state, set_aside_earlier_work
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.tracking_utils.run_folder import claim_run_folder, create_run_folder, update_run_json
 from miles.utils.tracking_utils.tracking import init_tracking
-from miles.value_pretraining import (
-    check_critic_listing,
-    check_online_contract,
-    check_passed_report,
-    objective_args,
-)
 
 logger = logging.getLogger("train")
-
-
-def settle(args: Args) -> Args:
-    """Restore the value head that the critic's contract states.
-
-    Raises:
-        ValueError: the contract does not match the run, naming the field.
-        FileNotFoundError: a contract digest is given, but `--critic-load` holds no contract.
-    """
-    if args.canary_one_step:
-        args = args.replace(source="canary", num_rollout=1)
-    if args.load is not None:
-        find_checkpoint(args.load)
-    if args.critic_load is None:
-        return args
-    if args.critic_value_pretrain_contract_sha256 is None and not contract_path(args.critic_load).exists():
-        if args.critic_value_eval_report is not None:
-            raise ValueError(
-                f"--critic-load {args.critic_load}: holds no {VALUE_PRETRAIN_CONTRACT_NAME} for "
-                "--critic-value-eval-report to speak of"
-            )
-        if Identity.read(find_checkpoint(args.critic_load)).role == "actor":
-            logger.warning(
-                "--critic-load %s is an actor: the critic takes its backbone, its head is new", args.critic_load
-            )
-        else:
-            logger.warning("--critic-load %s holds no value-pretraining contract: no proof", args.critic_load)
-        return args
-    head = ("value_loss_type", "value_num_bins", "value_reward_range", "value_target_type", "hl_gauss_sigma_ratio")
-    stated = {name: getattr(args, name) for name in head if args.source_of(name) != "default"}
-    objective, resume = check_online_contract(
-        args.critic_load,
-        expected_sha256=args.critic_value_pretrain_contract_sha256,
-        expected_model_identity=args.hf_checkpoint,
-        stated=stated,
-    )
-    check_critic_listing(args.critic_load, resume)
-    if args.critic_value_eval_report is not None:
-        check_passed_report(args.critic_value_eval_report, contract_digest=resume.sha256)
-    return args.replace(source="contract", **objective_args(objective))
 
 
 async def main(args: Args, state: dict[str, Any] | None) -> None:
@@ -79,9 +33,11 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
     first = 0 if state is None else state["rollout_id"] + 1
     if first >= args.num_rollout:
         raise ValueError(f"--num-rollout {args.num_rollout}: the run folder already holds {first} rollouts")
+    if state is None:
+        set_aside_earlier_work(args)
     tracker = init_tracking(args, resume_step=first + 1 if first else 0)
     if args.rollout_only:
-        await sample_rollouts(args, tracker)
+        await sample_rollouts(args, tracker, state)
         print(f"rollouts: {args.num_rollout}, kept in {args.run_dir}/rollouts")
         return
     async with OnlineTrainer(args, tracker, state) as trainer:
@@ -124,9 +80,9 @@ if __name__ == "__main__":
     settings = parse_args(entry="train")
     configure_logger(settings, source="train")
     try:
-        settings = settle(settings)
         claim_run_folder(settings, entry="train")
-        resumed = None if settings.rollout_only else resume_state(settings)
+        resumed = kept_rollout_state(settings) if settings.rollout_only else resume_state(settings)
+        settings = settle(settings, None if settings.rollout_only else resumed)
         check_rollout_inputs(settings)
         # Importing Ray takes a second: after the cheaper refusals.
         from miles.ray.cluster import check_before_ray_starts
@@ -134,7 +90,8 @@ if __name__ == "__main__":
 
         check_before_ray_starts(settings, entry="train")
         folder = create_run_folder(settings, entry="train")
-        if settings.critic_load is not None and contract_path(settings.critic_load).exists():
+        # What a resumed run goes on from stands there already; the critic's folder may have moved on since.
+        if resumed is None and settings.critic_load is not None and contract_path(settings.critic_load).exists():
             consumed = describe_value_pretraining(
                 folder, critic_load=settings.critic_load, eval_report=settings.critic_value_eval_report
             )

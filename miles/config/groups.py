@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import CliVariadicArg
 
 from miles.config.choices import ESTIMATORS, is_hook
+from miles.config.recipes import SAO_BANDS
 
 
 def _lower_case_digest(text: str) -> str:
@@ -32,6 +33,12 @@ def _estimator(text: str) -> str:
     if text not in ESTIMATORS:
         raise ValueError(f"must be one of {', '.join(ESTIMATORS)}, or FILE.py:FUNCTION")
     return text
+
+
+def _recipe(domain: Any) -> Any:
+    if domain is not None and domain not in SAO_BANDS:
+        raise ValueError(f"unknown SAO online recipe: {domain}; must be one of {', '.join(SAO_BANDS)}")
+    return domain
 
 
 def _one_or_more(value: Any) -> Any:
@@ -230,8 +237,16 @@ class RolloutGroup(Group):
         [], description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
     custom_rm_path: HookPath | None = Field(None, description="Reward function, MODULE:FUNCTION or FILE.py:FUNCTION.")
-    rm_timeout_s: PositiveFloat = Field(60.0, description="Seconds the reward of one sample may take.")
-    rm_concurrency: Positive = Field(64, description="Calls of the reward function at once.")
+    rm_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="Seconds the reward of one sample may take; a function of all samples has as many for every "
+        "--rm-concurrency of them.",
+    )
+    rm_concurrency: Positive = Field(
+        64,
+        description="Calls of the reward function at once; of a plain function, which runs in worker processes, no "
+        "more than there are cores (an async one waits for any number of answers).",
+    )
     rm_on_timeout: Literal["drop", "stop"] = Field(
         "drop",
         description="A sample without a reward in time: its tokens are masked out and a warning names it, or the run "
@@ -296,8 +311,8 @@ class EngineGroup(Group):
     sglang_request_timeout_s: PositiveFloat = Field(600.0, description="Seconds one request to an engine may take.")
     sglang_health_timeout_s: PositiveFloat = Field(
         60.0,
-        description="Seconds after which an engine that works on requests and answers nothing, not even a health "
-        "check, counts as hung; it is restarted as a dead one is.",
+        description="Seconds after which an engine that works on requests, or on its weights, and answers nothing, "
+        "not even a health check, counts as hung; it is restarted as a dead one is.",
     )
     sglang_max_restarts: NonNegative = Field(
         8, description="Restarts of engines in a run, at most; 0 ends the run with the first engine that is lost."
@@ -315,7 +330,9 @@ class EngineGroup(Group):
         description="Further arguments of the engine's own command line; repeat as --sglang-extra-args=--FLAG=VALUE.",
     )
     check_weight_sync: Literal["never", "start", "always"] = Field(
-        "start", description="When the engines' weight checksums are compared with the actor's."
+        "start",
+        description="When the engines' weight checksums are compared with the actor's: after every publication, or "
+        "after the first and where an engine was started again.",
     )
 
 
@@ -428,7 +445,7 @@ class AlgorithmGroup(Group):
     num_steps_per_rollout: Positive = Field(
         1, description="Optimizer steps of the actor in each rollout, and of each pass of the critic over it."
     )
-    sao_online_recipe: Literal["coding", "reasoning"] | None = Field(
+    sao_online_recipe: Annotated[Literal["coding", "reasoning"] | None, BeforeValidator(_recipe)] = Field(
         None,
         description="Single-Rollout Asynchronous Optimization: sets estimator, objective, bands, rates, the critic's "
         "warm-up, epochs, refreshed values and frozen attention, takes the engine's log-probabilities for the old "
@@ -491,9 +508,13 @@ class RunGroup(Group):
     run_dir: Text | None = Field(
         None, description="Run folder: config, metrics, report (unset: runs/PROGRAM-DATE-TIME-PROCESS)."
     )
-    resume: bool = Field(False, description="Continue the run in --run-dir from its last complete save.")
+    resume: bool = Field(
+        False,
+        description="Continue the run in --run-dir from its last complete save, or with --rollout-only from its last "
+        "whole rollout.",
+    )
     allow_config_change: CliVariadicArg[TextList] = Field(
-        [], description="Settings that may differ from those the run began with, by name, on --resume."
+        [], description="Settings that may differ from those of the last save, by name, on --resume."
     )
     max_restarts: NonNegative = Field(
         3,

@@ -63,7 +63,7 @@ def check(args: Args, *, entry: Entry) -> list[str]:
         problems += [*_model_layout(args, entry, model), *_lengths(args, entry, model), *_disk(args, entry, model)]
     if problems:
         raise ValueError("\n".join(problems))
-    return [*_warnings(args), *(_without_effect(args) if entry == "train_value" else ())]
+    return [*_warnings(args, entry), *(_without_effect(args) if entry == "train_value" else ())]
 
 
 def roles_of(args: Args, entry: Entry) -> tuple[Role, ...]:
@@ -188,8 +188,11 @@ def _optimizer_steps(args: Args, entry: Entry, role: Role) -> int | None:
     """Optimizer steps of a role in the whole run, as far as they are known."""
     if entry == "train_value" or args.num_rollout is None:
         return args.num_rollout
-    passes = args.num_critic_epochs if role == "critic" else 1
-    return (1 if args.canary_one_step else args.num_rollout) * args.num_steps_per_rollout * passes
+    rollouts = 1 if args.canary_one_step else args.num_rollout
+    if role == "critic":
+        return rollouts * args.num_steps_per_rollout * args.num_critic_epochs
+    # Another rule refuses a run that trains the critic alone.
+    return max(1, rollouts - args.num_critic_only_steps) * args.num_steps_per_rollout
 
 
 def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
@@ -337,7 +340,7 @@ def _rollout(args: Args) -> Iterator[str]:
         yield from _unread(args, {"eval_prompt_data"}, because)
     if args.rollout_only:
         because = "with --rollout-only, which trains nothing"
-        yield from _unread(args, {"resume", "canary_one_step", "save_interval", "fault_injection"}, because)
+        yield from _unread(args, {"canary_one_step", "save_interval", "fault_injection"}, because)
         yield from _unread(args, {"load"}, "with --rollout-only, which samples from --hf-checkpoint")
         yield from _unread_flags(args, _TRAINING_ALONE, because)
     wanted, sampled = args.rollout_batch_size, args.over_sampling_batch_size
@@ -455,6 +458,8 @@ def _sao(args: Args) -> Iterator[str]:
         yield "--sao-online-recipe is for online training, not offline value pretraining"
     if args.n_samples_per_prompt != 1:
         yield f"SAO requires exactly one rollout per prompt, --n-samples-per-prompt is {args.n_samples_per_prompt}"
+    if args.num_steps_per_rollout != 1:
+        yield f"SAO makes one actor update per rollout, --num-steps-per-rollout is {args.num_steps_per_rollout}"
     if args.sao_compaction and args.load_rollouts is None:
         yield "--sao-compaction trains on kept rollouts of segments (--load-rollouts): none are sampled here yet"
 
@@ -620,12 +625,22 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _warnings(args: Args) -> Iterator[str]:
+_FEW_ROLLOUTS = 10
+"""So much work may be lost without a word."""
+
+
+def _warnings(args: Args, entry: Entry) -> Iterator[str]:
     for name, value in args._overwritten.items():
         yield f"--sao-online-recipe {args.sao_online_recipe} sets {name} to {getattr(args, name)}, {value} was given"
     if args.use_kl_loss and args.kl_loss_type != "k2" and not args.use_unbiased_kl:
         what = "has an expected gradient of zero" if args.kl_loss_type == "k1" else "has a biased gradient"
         yield f"--kl-loss-type {args.kl_loss_type} in the loss {what}: on samples of the policy itself k2 has the KL's"
+    rollouts = 0 if entry == "train_value" or args.rollout_only or args.canary_one_step else args.num_rollout or 0
+    if args.save_interval is None and rollouts > _FEW_ROLLOUTS:
+        yield (
+            f"without --save-interval nothing is saved before the last of {rollouts} rollouts: a run that ends before "
+            "it has nothing to resume from"
+        )
     if args.bf16 and args.device == "cpu":
         yield "--bf16 on a CPU is two to three times slower than float32"
     if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:

@@ -41,18 +41,27 @@ class Advantages:
         rows = _trainable_rows(batch)
         if not rows:
             raise ValueError("no sample of the rollout has a trainable token")
-        found = compute_advantages_and_returns(
-            _take(batch, rows),
-            estimator=self._estimator,
-            gamma=args.gamma,
-            lam=args.lambd,
-            critic_lam=args.critic_lambd,
-            normalize=args.normalize_advantages,
-            kl_coef=kl_coef,
-            adaptive_mode=args.gae_adaptive_mode,
-            adaptive_alpha=args.gae_adaptive_alpha,
-            adaptive_min_length=args.gae_adaptive_min_length,
-        )
+        try:
+            found = compute_advantages_and_returns(
+                _take(batch, rows),
+                estimator=self._estimator,
+                gamma=args.gamma,
+                lam=args.lambd,
+                critic_lam=args.critic_lambd,
+                normalize=args.normalize_advantages,
+                kl_coef=kl_coef,
+                adaptive_mode=args.gae_adaptive_mode,
+                adaptive_alpha=args.gae_adaptive_alpha,
+                adaptive_min_length=args.gae_adaptive_min_length,
+            )
+        except ValueError as error:
+            if lost := len(batch["loss_masks"]) - len(rows):
+                # Groups that lost members are no mistake of the settings.
+                raise ValueError(
+                    f"{lost} of the rollout's {len(batch['loss_masks'])} samples have no trainable token, as those "
+                    f"without a reward (late or failed): {error}"
+                ) from None
+            raise
         if len(rows) == len(batch["loss_masks"]):
             return found
         advantages, returns = (

@@ -26,7 +26,7 @@ from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.ray.rollout.train_data_conversion import Shard, split_train_data_by_dp
 from miles.ray.timeline import Timeline
-from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, newest_checkpoints, read_train_state
+from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, kl_coef_at, newest_checkpoints, read_train_state
 from miles.ray.weight_sync import WeightSync
 from miles.rollout.engine_pool import LostEngine
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
@@ -38,9 +38,9 @@ Batch = dict[str, Any]
 Figures = dict[str, float]
 
 _NOT_LOGGED = frozenset({"loss", "tokens", "log_prob_difference"})
-_NOT_FOR_ACTOR = frozenset({"returns", "values", "kl", "rewards"})
+_NOT_FOR_ACTOR = frozenset({"returns", "values", "kl", "rewards", "failed"})
 _NOT_FOR_CRITIC = frozenset(
-    {"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "kl", "rewards", "group_indices"}
+    {"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "kl", "rewards", "failed", "group_indices"}
 )
 """Columns that no pass of a role reads, and that need not travel to its ranks."""
 _STAGES = ("rollout", "values", "log_probs", "critic", "actor", "sync")
@@ -70,7 +70,8 @@ class OnlineTrainer:
         self._losses: asyncio.Task[LostEngine] | None = None
         self._owed: dict[int, LostEngine] = {}
         self._urls: dict[int, str] = {}
-        self._generating: Any = None
+        self._asked: tuple[Any, asyncio.Future[Any]] | None = None
+        """Call of the rollout side that is under way, and its answer."""
         self._state = state
         self._samples = args.load_rollouts is None
 
@@ -116,31 +117,36 @@ class OnlineTrainer:
     async def _go_on_from_state(self) -> None:
         """Put prompts, KL coefficient and the engines' weights where the save, or the start, has them."""
         state = self._state
-        self._kl.coef = self._args.kl_coef if state is None else state["kl_coef"]
+        self._kl.coef = kl_coef_at(self._args, state)
         await self._manager.load_state.remote(self._first_prompts if state is None else state["prompts"])
         if self._sync is not None:
-            await self._sync.connect(self._actor)
             version = 1 if state is None else state["weight_version"]
-            await self._publish(version, check=self._args.check_weight_sync != "never")
-        for number in list(self._owed):
-            await self._tell_restored(number)
+            await self._publish(version, check=self._args.check_weight_sync != "never", connect=True)
 
     async def recover(self, lost: TrainingRankLost) -> int:
-        """Start the training groups again from the last save; the number of the rollout to go on with.
+        """Start the training groups again from the last save, however often it takes.
+
+        Returns:
+            The number of the rollout to go on with.
 
         Raises:
-            TrainingRankLost: the run has been through as many restarts as it may.
+            RuntimeError: the run has been through as many restarts as it may.
         """
+        while True:
+            try:
+                return await self._start_again(lost)
+            except TrainingRankLost as another:
+                lost = another
+
+    async def _start_again(self, lost: TrainingRankLost) -> int:
         if self._rank_restarts >= self._args.max_restarts:
-            raise TrainingRankLost(
+            raise RuntimeError(
                 f"{lost}; --max-restarts {self._args.max_restarts} allows no other start, --resume goes on from the "
                 "last save"
             )
         self._rank_restarts += 1
         assert self._args.run_dir is not None
-        if self._generating is not None:
-            ray.cancel(self._generating)
-            self._generating = None
+        await self._abandon_rollout()
         self._state = read_train_state(self._args.run_dir)
         first = 0 if self._state is None else self._state["rollout_id"] + 1
         logger.warning(
@@ -158,6 +164,18 @@ class OnlineTrainer:
                 await self._restart_engine(loss)
         await self._go_on_from_state()
         return first
+
+    async def _abandon_rollout(self) -> None:
+        """End a call of the rollout side, a rollout or an evaluation: its requests must not go beside later ones."""
+        if self._asked is None:
+            return
+        call, answer = self._asked
+        self._asked = None
+        ray.cancel(call)
+        await asyncio.wait({answer})
+        if not answer.cancelled():
+            # Taken note of: nobody waits for it any more.
+            answer.exception()
 
     async def __aexit__(self, *error: object) -> None:
         """End engines; training ranks end with the cluster's job."""
@@ -178,6 +196,7 @@ class OnlineTrainer:
         await self._fault("rollout", step)
         with timeline.span("engines", "rollout"):
             batch, figures = await self._rollout(rollout_id)
+        self._refuse_empty_steps(batch, rollout_id)
         if args.policy_objective == "sao_dis":
             token_mean = args.loss_agg_mode == "token-mean"
             validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
@@ -225,12 +244,10 @@ class OnlineTrainer:
         return figures
 
     async def _rollout(self, rollout_id: int) -> tuple[Batch, Figures]:
-        self._generating = self._manager.generate.remote(rollout_id)
-        work = [self._with_engines(self._generating)]
+        work = [self._with_engines(self._manager.generate.remote(rollout_id))]
         if self._faults.expects("generate", rollout_id + 1):
             work.append(self._fault_while_generating(rollout_id))
         rollout, *_ = await asyncio.gather(*work)
-        self._generating = None
         for line in rollout["warnings"]:
             logger.warning("rollout %d: %s", rollout_id, line)
         return rollout["batch"], dict(rollout["metrics"])
@@ -273,7 +290,10 @@ class OnlineTrainer:
         await self._fault("eval", step)
         timeline = Timeline()
         with timeline.span("engines", "eval"):
-            figures = await self._with_engines(self._manager.evaluate.remote())
+            evaluated = await self._with_engines(self._manager.evaluate.remote())
+        for line in evaluated["warnings"]:
+            logger.warning("evaluation after step %d: %s", step, line)
+        figures: dict[str, float] = evaluated["metrics"]
         self._tracker.log(step, "eval", {**figures, "time/eval_s": timeline.now()})
         return figures
 
@@ -299,6 +319,7 @@ class OnlineTrainer:
                 "iteration": iteration,
                 "weight_version": iteration + 1,
                 "kl_coef": self._kl.coef,
+                "settings": self._seed_args.model_dump(mode="json"),
                 "prompts": await self._manager.state_dict.remote(),
                 "actor_checkpoint": new[0],
                 "critic_checkpoint": new[1] if self._critic is not None else None,
@@ -314,6 +335,7 @@ class OnlineTrainer:
         if self._sync is None:
             return await work
         running = asyncio.ensure_future(work)
+        self._asked = work, running
         while not running.done():
             losses = self._losses = self._losses or asyncio.ensure_future(self._manager.next_lost_engine.remote())
             await asyncio.wait({running, losses}, return_when=asyncio.FIRST_COMPLETED)
@@ -324,6 +346,7 @@ class OnlineTrainer:
                 # Until requests are sent again somebody owes the pool an answer, also if a training rank dies now.
                 self._owed[loss.number] = loss
                 await self._replace_engine(loss)
+        self._asked = None
         return await running
 
     async def _replace_engine(self, loss: LostEngine) -> None:
@@ -333,12 +356,20 @@ class OnlineTrainer:
             await self._restart_engine(loss)
             try:
                 await self._sync.resend(loss.number)
-            except EngineError as error:
+            except (EngineError, RayTaskError) as error:
+                # The actor's side of the transfer may be the first to break.
+                if isinstance(error, RayTaskError) and not await self._is_lost(loss.number):
+                    await self._actor.raise_if_lost()
+                    raise
                 await self._sync.settle()
                 loss = LostEngine(loss.number, self._urls[loss.number], str(error))
             else:
                 await self._tell_restored(loss.number)
                 return
+
+    async def _is_lost(self, number: int) -> bool:
+        assert self._sync is not None
+        return number in {loss.number for loss in await self._sync.lost_engines()}
 
     async def _restart_engine(self, loss: LostEngine) -> None:
         assert self._engines is not None and self._sync is not None
@@ -356,13 +387,19 @@ class OnlineTrainer:
         await self._manager.engine_restored.remote(number, self._urls[number], self._engines.actors[number])
         self._owed.pop(number, None)
 
-    async def _publish(self, version: int, *, check: bool) -> None:
-        """Publish the weights, whatever happens to engines meanwhile."""
+    async def _publish(self, version: int, *, check: bool, connect: bool = False) -> None:
+        """Publish the weights, whatever happens to engines meanwhile.
+
+        Args:
+            connect: form the group with a new actor group first.
+        """
         assert self._sync is not None
         while True:
             try:
+                if connect:
+                    await self._sync.connect(self._actor)
                 await self._sync.publish(version, check=check)
-                return
+                break
             except (EngineError, RayTaskError) as error:
                 lost = await self._sync.lost_engines()
                 if not lost:
@@ -371,10 +408,11 @@ class OnlineTrainer:
                     raise
                 logger.warning("publishing weights failed: %s", error)
                 for loss in lost:
+                    self._owed[loss.number] = loss
                     await self._restart_engine(loss)
                 await self._sync.settle()
-                for loss in lost:
-                    await self._tell_restored(loss.number)
+        for number in list(self._owed):
+            await self._tell_restored(number)
 
     # ---------------------------------------------------------------- faults that tests ask for
 
@@ -469,6 +507,16 @@ class OnlineTrainer:
         assert size is not None
         for start in range(0, count, size):
             yield select_rows(batch, range(start, start + size))
+
+    def _refuse_empty_steps(self, batch: Batch, rollout_id: int) -> None:
+        """Raise ValueError where an optimizer step would have nothing to train on, before any of them is made."""
+        for number, part in enumerate(self._parts({name: batch[name] for name in ("tokens", "loss_masks")}), start=1):
+            if not any(np.any(mask) for mask in part["loss_masks"]):
+                raise ValueError(
+                    f"rollout {rollout_id}: optimizer step {number} of {self._args.num_steps_per_rollout} has nothing "
+                    f"to train on: each of its {len(part['tokens'])} samples is without a reward (late or failed) or "
+                    "without a token that the loss counts"
+                )
 
     def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Shard]:
         critic = group.role == "critic"

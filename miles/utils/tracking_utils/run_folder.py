@@ -126,31 +126,49 @@ def _placed(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {name: placed(settings[name]) for name in ("save", "critic_save") if name in settings}
 
 
-def refuse_changed_config(args: Args) -> None:
-    """Compare the settings with those that the run in `args.run_dir` began with, before they are replaced.
+_OF_THE_PROMPT_STREAM = frozenset({"rollout_seed", "rollout_shuffle"})
+"""Settings that make the order of the prompts, in which a run has a place."""
 
-    How many rollouts there are is free as long as the learning rate does not decay over them.
+_STARTED_FROM = frozenset({"load", "critic_load", "critic_value_eval_report", "critic_value_pretrain_contract_sha256"})
+"""Settings that a run reads once, before its first save."""
+
+
+def refuse_changed_config(args: Args, saved: dict[str, Any] | None = None) -> None:
+    """Compare the settings with those of a save, or with those in config.yaml, those of the run folder's last start.
+
+    How many rollouts there are is free as long as the learning rate does not decay over them. With a save, what the
+    run started from may be left out.
+
+    Args:
+        saved: every setting as JSON has it; None reads config.yaml, where there is one.
 
     Raises:
-        ValueError: a line for each setting that differs and is not in `allow_config_change`; or a name there that is
-            no setting.
+        ValueError: a line for each setting that differs and is not in `allow_config_change`, or has no effect any more
+            or cannot change at all; or a name there that is no setting.
     """
     assert args.run_dir is not None
     refuse_unknown_fields(args.allow_config_change)
     folder = Path(args.run_dir)
-    if not (folder / RUN_CONFIG_NAME).is_file():
+    if saved is None and not (folder / RUN_CONFIG_NAME).is_file():
         return
-    began, now = (_placed(settings) for settings in (_began_with(folder), args.model_dump(mode="json")))
+    settings, whose = (_began_with(folder), "run began") if saved is None else (saved, "last save was made")
+    then, now = (_placed(values) for values in (settings, args.model_dump(mode="json")))
     free = _FREE_TO_CHANGE | set(args.allow_config_change)
     if args.lr_decay_style == "constant" or args.lr_decay_iters is not None:
         free |= {"num_rollout"}
-    lines = [
-        f"--resume: {field} is {now[field]!r}, the run began with {began[field]!r}; give it that again, or pass "
-        f"--allow-config-change {field}"
-        for field in now
+    lines: list[str] = []
+    for field in now:
         # A setting that the run's own version of miles did not have says nothing.
-        if field in began and field not in free and now[field] != began[field]
-    ]
+        if field not in then or now[field] == then[field]:
+            continue
+        differs = f"--resume: {field} is {now[field]!r}, the {whose} with {then[field]!r}"
+        if field in _STARTED_FROM and saved is not None:
+            if now[field] is not None:
+                lines.append(f"{differs}; it has no effect, the run goes on from its save: leave it out")
+        elif field in _OF_THE_PROMPT_STREAM or (field == "load_rollouts" and None in (now[field], then[field])):
+            lines.append(f"{differs}; the run's place in its prompts rests on it, so it can never change")
+        elif field not in free:
+            lines.append(f"{differs}; give it that again, or pass --allow-config-change {field}")
     if lines:
         raise ValueError("\n".join(lines))
 

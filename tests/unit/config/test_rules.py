@@ -126,6 +126,11 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         "--lr-warmup-iters 3 must be below the 3 optimizer steps of the run",
     ),
     (
+        # Of 3 rollouts the first 2 are the critic's alone.
+        {"lr_decay_style": "cosine", "num_critic_only_steps": 2, "lr_warmup_iters": 1, "critic_lr_warmup_iters": 2},
+        "--lr-warmup-iters 1 must be below the 1 optimizer steps of the run",
+    ),
+    (
         {"lr_decay_style": "cosine", "num_critic_epochs": 2, "critic_lr_warmup_iters": 6},
         "--critic-lr-warmup-iters 6 must be below the 6 optimizer steps of the run",
     ),
@@ -251,6 +256,10 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         {"sao_online_recipe": "coding"},
         "SAO requires exactly one rollout per prompt, --n-samples-per-prompt is 2",
     ),
+    (
+        {"sao_online_recipe": "coding", "n_samples_per_prompt": 1, "num_steps_per_rollout": 2},
+        "SAO makes one actor update per rollout, --num-steps-per-rollout is 2",
+    ),
     ({"sao_compaction": True}, "--sao-compaction has no effect without --sao-online-recipe"),
     ({"over_sampling_batch_size": 8}, "--over-sampling-batch-size has no effect without --dynamic-sampling-filter"),
     (
@@ -263,7 +272,6 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
             f"--{name.replace('_', '-')} has no effect with --rollout-only, which",
         )
         for name, value in (
-            ("resume", True),
             ("load", "."),
             ("critic_load", "."),
             ("save", "actor"),
@@ -738,6 +746,24 @@ def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
     bf16, greedy = check(args, entry="train")
     assert bf16.startswith("--bf16 on a CPU")
     assert "--eval-temperature 0" in greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"num_rollout": 10}, False),
+        ({"num_rollout": 11}, True),
+        ({"num_rollout": 11, "save_interval": 11}, False),
+        ({"num_rollout": 11, "canary_one_step": True}, False),
+    ],
+)
+def test_long_run_that_saves_only_at_its_end_is_warned_of(
+    online: dict[str, Any], settings: dict[str, Any], warned: bool
+) -> None:
+    lines = check(Args.build(**(online | settings)), entry="train")
+    assert [line.startswith("without --save-interval nothing is saved before the last of 11") for line in lines] == (
+        [True] if warned else []
+    )
 
 
 @pytest.mark.parametrize(("kind", "words"), [("k1", "an expected gradient of zero"), ("k3", "a biased gradient")])

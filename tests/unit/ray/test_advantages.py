@@ -36,6 +36,13 @@ def test_rollout_without_any_trainable_token_is_one_line() -> None:
         estimate(batch([0.0, 0.0], [[0], [0]]), kl_coef=0.0)
 
 
+def test_groups_that_lost_all_but_one_to_late_rewards_are_told_as_such() -> None:
+    estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=2))
+    rows = batch([1.0, 0.0, 0.0, 0.0], [[1], [0], [0], [1]]) | {"group_indices": [0, 0, 1, 1]}
+    with pytest.raises(ValueError, match=r"^2 of the rollout's 4 samples have no trainable token, .*late or failed"):
+        estimate(rows, kl_coef=0.0)
+
+
 def test_own_estimator_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def mine(batch, options):\n    a = batch.rewards_N[batch.row_A] * 2\n    return a, a\n")

@@ -1,0 +1,102 @@
+"""What an online run starts from, looked at in the driver; needs neither Ray nor torch, so a mistake is told soon."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from miles.backends.megatron.architecture import Architecture
+from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity, check_identity, find_checkpoint
+from miles.config import Args
+from miles.config.groups import flag_of
+from miles.contracts.chain import iteration_folder
+from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
+from miles.ray.train_state import check_resume
+from miles.value_pretraining import check_critic_listing, check_online_contract, check_passed_report, objective_args
+
+logger = logging.getLogger(__name__)
+
+_HEAD = ("value_loss_type", "value_num_bins", "value_reward_range", "value_target_type", "hl_gauss_sigma_ratio")
+
+
+def settle(args: Args, state: dict[str, Any] | None) -> Args:
+    """Settings with the value head of the critic that the run starts from, whose checkpoints are all looked at.
+
+    Args:
+        state: the save that a resumed run goes on from. What the run began with is not read again: it may have gone
+            its own way since.
+
+    Raises:
+        ValueError: the critic's contract does not match the run, a checkpoint is of another model, or, on a resume,
+            something differs from the save; the message names the flag or the field.
+        FileNotFoundError: a contract digest is given, but `--critic-load` holds no contract.
+    """
+    if args.canary_one_step:
+        args = args.replace(source="canary", num_rollout=1)
+    if state is not None:
+        unstated = {name: state["settings"][name] for name in _HEAD if args.source_of(name) == "default"}
+        args = args.replace(source="resume", **unstated)
+        check_identities(check_resume(args, state))
+        return args
+    if (folder := args.critic_load) is None:
+        check_identities(args)
+        return args
+    if args.critic_value_pretrain_contract_sha256 is None and not contract_path(folder).exists():
+        if args.critic_value_eval_report is not None:
+            raise ValueError(
+                f"--critic-load {folder}: holds no {VALUE_PRETRAIN_CONTRACT_NAME} for "
+                "--critic-value-eval-report to speak of"
+            )
+        check_identities(args)
+        if Identity.read(find_checkpoint(folder)).role == "actor":
+            logger.warning("--critic-load %s is an actor: the critic takes its backbone, its head is new", folder)
+        else:
+            logger.warning("--critic-load %s holds no value-pretraining contract: no proof", folder)
+        return args
+    stated = {name: getattr(args, name) for name in _HEAD if args.source_of(name) != "default"}
+    objective, contract = check_online_contract(
+        folder,
+        expected_sha256=args.critic_value_pretrain_contract_sha256,
+        expected_model_identity=args.hf_checkpoint,
+        stated=stated,
+    )
+    check_critic_listing(folder, contract)
+    if args.critic_value_eval_report is not None:
+        check_passed_report(args.critic_value_eval_report, contract_digest=contract.sha256)
+    args = args.replace(source="contract", **objective_args(objective))
+    spoken_of = iteration_folder(folder, contract.completed_steps)
+    check_identities(args.replace(source="contract", critic_load=str(spoken_of)))
+    return args
+
+
+def check_identities(args: Args) -> None:
+    """Compare what the checkpoints to load, the reference model's included, say of themselves with this run.
+
+    Raises:
+        ValueError: a folder holds no checkpoint, or one of another model, role or head; names flag and field.
+    """
+    assert args.hf_checkpoint is not None
+    try:
+        architecture = Architecture.from_hf(args.hf_checkpoint)
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint: {error}") from None
+
+    # Of these the layout, the device and the number of the step may differ, so nothing compares them.
+    unread: dict[str, Any] = {"iteration": 0, "dtype": "", "optimizer": None, "parallel": {}, "device": ""}
+    actor = Identity(role="actor", architecture=architecture, value_head=None, **unread)
+    checkpoints = {"load": (args.load, actor)}
+    if args.has_critic:
+        head = ValueHeadIdentity.from_args(args)
+        critic = Identity(role="critic", architecture=architecture.untied(), value_head=head, **unread)
+        checkpoints["critic_load"] = (args.critic_load, critic)
+    if args.ref_load is not None and not (Path(args.ref_load) / "config.json").is_file():
+        checkpoints["ref_load"] = (args.ref_load, actor)
+    for field, (path, ours) in checkpoints.items():
+        if path is None:
+            continue
+        try:
+            folder = find_checkpoint(path)
+            found = Identity.read(folder)
+            bootstrap = field == "critic_load" and found.role == "actor"
+            check_identity(found, ours, folder=folder, bootstrap=bootstrap)
+        except ValueError as error:
+            raise ValueError(f"{flag_of(field)}: {error}") from None

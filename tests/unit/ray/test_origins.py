@@ -1,0 +1,99 @@
+"""Checkpoints that a run starts from are identified before Ray, contract or not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.backends.megatron.architecture import Architecture
+from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity
+from miles.config import Args
+from miles.ray.origins import settle
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def write_model(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def write_checkpoint(root: Path, model: Path, head: ValueHeadIdentity | None = None) -> Path:
+    """A save folder whose newest checkpoint is an actor's, or a critic's of that head, as its identity says."""
+    architecture = Architecture.from_hf(model)
+    identity = Identity(
+        role="actor" if head is None else "critic",
+        architecture=architecture if head is None else architecture.untied(),
+        value_head=head,
+        iteration=1,
+        dtype="float32",
+        optimizer="plain",
+        parallel={},
+        device="cpu",
+    )
+    folder = root / "iter_0000001"
+    folder.mkdir(parents=True)
+    (folder / "identity.json").write_text(json.dumps(identity.to_dict()))
+    (root / "latest").write_text("iter_0000001\n")
+    return root
+
+
+SCALAR = ValueHeadIdentity(width=1, loss_type="mse", reward_range=None)
+REFERENCE = {"kl_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("field", "head", "more"),
+    [("load", None, {}), ("ref_load", None, REFERENCE), ("critic_load", None, {}), ("critic_load", SCALAR, {})],
+)
+def test_checkpoint_of_another_model_is_refused_by_flag_and_field(
+    field: str, head: ValueHeadIdentity | None, more: dict[str, Any], tmp_path: Path
+) -> None:
+    ours, theirs = write_model(tmp_path / "ours"), write_model(tmp_path / "theirs", hidden_size=16)
+    settings = {"hf_checkpoint": str(ours), "value_loss_type": "mse", **more}
+    right, wrong = (write_checkpoint(tmp_path / f"of_{model.name}", model, head) for model in (ours, theirs))
+    settle(Args.build(**settings, **{field: str(right)}), None)
+    refusal = rf"^--{field.replace('_', '-')}: .*iter_0000001: architecture.hidden_size is 16 in the checkpoint, 8 in"
+    with pytest.raises(ValueError, match=refusal):
+        settle(Args.build(**settings, **{field: str(wrong)}), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "head", "refusal"),
+    [
+        ("load", SCALAR, "role is 'critic' in the checkpoint, 'actor' in this run"),
+        ("critic_load", SCALAR, "value_head.width is 1 in the checkpoint, 51 in this run"),
+    ],
+)
+def test_checkpoint_of_another_role_or_head_is_refused_by_field(
+    field: str, head: ValueHeadIdentity, refusal: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    saved = write_checkpoint(tmp_path / "saved", model, head)
+    args = Args.build(
+        hf_checkpoint=str(model), value_loss_type="classification", value_num_bins=51, **{field: str(saved)}
+    )
+    with pytest.raises(ValueError, match=refusal):
+        settle(args, None)
+
+
+@pytest.mark.parametrize("field", ["load", "critic_load", "ref_load"])
+def test_folder_without_a_checkpoint_is_refused_by_flag(field: str, tmp_path: Path) -> None:
+    model, empty = write_model(tmp_path / "model"), tmp_path / "empty"
+    empty.mkdir()
+    args = Args.build(hf_checkpoint=str(model), **REFERENCE, **{field: str(empty)})
+    with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {empty}: holds no checkpoint"):
+        settle(args, None)
