@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 from miles.config import Args
@@ -9,29 +10,40 @@ from miles.ray.placement_group import create_placement
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
+from miles.rollout.preflight import publish_rollout_state
 from miles.utils.tracking_utils.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
 
-async def sample_rollouts(args: Args, tracker: Tracker) -> None:
-    """Sample, score and keep `num_rollout` rollouts of the model in `hf_checkpoint`."""
-    assert args.num_rollout is not None
+async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
+    """Sample, score and keep `num_rollout` rollouts of the model in `hf_checkpoint`.
+
+    Args:
+        state: where the prompts stand after those that are kept already (`kept_rollout_state`); None keeps none.
+    """
+    assert args.num_rollout is not None and args.run_dir is not None
+    first = 0 if state is None else state["rollout_id"] + 1
     placement = create_placement(args, {"rollout": args.rollout_num_gpus})
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
     await manager.start.remote()
+    if state is not None:
+        await manager.load_state.remote(state["prompts"])
     replacing = asyncio.ensure_future(_replace_lost(manager, engines))
-    with progress_bar("rollouts", total=args.num_rollout) as advance:
-        for rollout_id in range(args.num_rollout):
+    with progress_bar("rollouts", total=args.num_rollout, done=first) as advance:
+        for rollout_id in range(first, args.num_rollout):
             rollout = asyncio.ensure_future(manager.generate.remote(rollout_id))
             await asyncio.wait({rollout, replacing}, return_when=asyncio.FIRST_COMPLETED)
             if replacing.done():
                 replacing.result()
             metrics = (result := await rollout)["metrics"]
+            # Before the state counts it: lines of rollouts that it does not count are dropped by a resume.
+            tracker.log(rollout_id + 1, "rollout", metrics)
+            prompts = await manager.state_dict.remote()
+            publish_rollout_state(Path(args.run_dir) / "rollouts", rollout_id, prompts)
             for line in result["warnings"]:
                 logger.warning("rollout %d: %s", rollout_id, line)
-            tracker.log(rollout_id + 1, "rollout", metrics)
             advance(f"reward {metrics['rollout/reward_mean']:.3f}")
     replacing.cancel()
     await manager.stop.remote()

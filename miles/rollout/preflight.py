@@ -1,25 +1,44 @@
 """What the rollout side needs from the user, looked at in the driver before a device is reserved."""
 
 import json
+import logging
+import time
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from miles.config import Args
 from miles.config.choices import is_hook
 from miles.config.groups import flag_of
+from miles.config.hf_folder import read_model_config
+from miles.contracts.publish import publish_json
+from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
+from miles.data.sao import COMPACTION_COLUMNS, validate_sao_train_data
 from miles.rollout.rewards import load_function
+from miles.utils.tracking_utils.run_folder import refuse_changed_config
+from miles.utils.tracking_utils.tracking import METRICS_FILE
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_STATE_FILE = "state.json"
+"""Beside the rollouts of `--rollout-only`: how many are whole, and where the prompts stand after them."""
+_ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v1"
+_TOLD_EVERY_S = 10.0
 
 
 def check_rollout_inputs(args: Args) -> None:
     """Import the user's functions and read the prompt files, all but their lengths in tokens; or, where rollouts are
-    loaded, look for their files.
+    loaded, read them all.
 
     Raises:
-        ValueError: a function cannot be imported, a line of a prompt file is no prompt (`path:line`), no row of a file
-            has a key, a kept rollout is missing, or the first holds a line that is no sample.
+        ValueError: the run folder holds work of an earlier run, a function cannot be imported, a line of a prompt file
+            is no prompt (`path:line`), no row of a file has a key, or a kept rollout is missing or cannot be trained
+            on.
     """
+    _refuse_earlier_work(args)
     functions = ["advantage_estimator"] if is_hook(args.advantage_estimator) else []
     if args.load_rollouts is None:
         functions += ["custom_rm_path", "dynamic_sampling_filter_path"]
@@ -52,14 +71,123 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
+def publish_rollout_state(folder: Path, rollout_id: int, prompts: dict[str, Any]) -> None:
+    """Note that the rollouts up to `rollout_id` are whole, and the state of the prompts after it."""
+    state = {"schema": _ROLLOUT_STATE_SCHEMA, "rollout_id": rollout_id, "prompts": prompts}
+    publish_json(folder / ROLLOUT_STATE_FILE, state)
+
+
+def kept_rollout_state(args: Args) -> dict[str, Any] | None:
+    """Where `--rollout-only --resume` goes on: "rollout_id" of the last whole rollout, "prompts"; None from the start.
+
+    Raises:
+        ValueError: nothing is kept to go on from, one of the rollouts is gone, or a setting differs from what the run
+            began with.
+    """
+    if not args.resume:
+        return None
+    assert args.run_dir is not None
+    folder = Path(args.run_dir) / "rollouts"
+    path = folder / ROLLOUT_STATE_FILE
+    if not path.is_file():
+        raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
+    refuse_changed_config(args)
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: invalid JSON: {error}") from None
+    if not isinstance(state, dict) or state.get("schema") != _ROLLOUT_STATE_SCHEMA:
+        raise ValueError(f"{path}: schema must be {_ROLLOUT_STATE_SCHEMA!r}; name another --run-dir")
+    for rollout_id in range(state["rollout_id"] + 1):
+        if not (file := rollout_file(folder, rollout_id)).is_file():
+            raise ValueError(f"--resume: {file} is missing, though {path.name} counts it")
+    return state
+
+
+def set_aside_earlier_work(args: Args) -> None:
+    """Move metrics and rollouts of an attempt that came to no save to `earlier_N` in the run folder."""
+    assert args.run_dir is not None
+    folder = Path(args.run_dir)
+    if _earlier_work(folder) is None:
+        return
+    aside = next(path for number in count(1) if not (path := folder / f"earlier_{number}").exists())
+    aside.mkdir()
+    for path in (folder / METRICS_FILE, folder / "rollouts"):
+        if path.exists():
+            path.rename(aside / path.name)
+
+
+def _earlier_work(folder: Path) -> str | None:
+    kept, metrics = len(list((folder / "rollouts").glob("rollout_*.jsonl"))), folder / METRICS_FILE
+    if kept:
+        return f"{kept} kept rollouts"
+    return "metrics" if metrics.is_file() and metrics.stat().st_size else None
+
+
+def _refuse_earlier_work(args: Args) -> None:
+    """Refuse a fresh start into the folder of another run; one of the same settings that came to no save may begin
+    again.
+    """
+    if args.run_dir is None or args.resume or (work := _earlier_work(Path(args.run_dir))) is None:
+        return
+    folder = Path(args.run_dir)
+    holds = f"--run-dir {folder}: holds the {work} of an earlier run"
+    try:
+        refuse_changed_config(args)
+    except ValueError as different:
+        reason = str(different).splitlines()[0].removeprefix("--resume: ").partition(";")[0]
+        raise ValueError(f"{holds}, whose settings differ ({reason}); name another folder") from None
+    if args.rollout_only and (folder / "rollouts" / ROLLOUT_STATE_FILE).exists():
+        raise ValueError(f"{holds}; pass --resume to go on after them, or name another folder")
+    logger.warning("%s that came to no save: it begins again, they are set aside", holds)
+
+
 def _check_kept_rollouts(args: Args, folder: Path) -> None:
     assert args.num_rollout is not None
-    for rollout_id in range(args.num_rollout):
-        file = rollout_file(folder, rollout_id)
+    files = [rollout_file(folder, rollout_id) for rollout_id in range(args.num_rollout)]
+    for file in files:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
-    # The others are checked when their turn comes; of files made for another purpose the first tells.
-    read_samples(rollout_file(folder, 0))
+    told = time.monotonic()
+    for number, file in enumerate(files):
+        if time.monotonic() - told > _TOLD_EVERY_S:
+            told = time.monotonic()
+            logger.info("looking at the kept rollouts: %d of %d", number, len(files))
+        _check_kept_rollout(args, file)
+
+
+def _check_kept_rollout(args: Args, file: Path) -> None:
+    """Raise ValueError, naming the file, unless training can take its samples."""
+    samples = read_samples(file)
+    if args.rollout_batch_size is not None and not args.use_dynamic_global_batch_size:
+        expected = args.rollout_batch_size * args.n_samples_per_prompt
+        if len(samples) != expected:
+            raise ValueError(
+                f"{file}: {len(samples)} samples, --rollout-batch-size {args.rollout_batch_size} x "
+                f"--n-samples-per-prompt {args.n_samples_per_prompt} is {expected}"
+            )
+    try:
+        batch = samples_to_batch(samples)
+        if COMPACTION_COLUMNS[0] in batch and not args.sao_compaction:
+            raise ValueError("holds segments of compacted trajectories, which need --sao-compaction")
+        if args.policy_objective == "sao_dis":
+            token_mean = args.loss_agg_mode == "token-mean"
+            validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
+    rooms = {"the model's max_position_embeddings": model.get("max_position_embeddings")}
+    if args.max_tokens_per_gpu is not None:
+        rooms["--max-tokens-per-gpu x --context-parallel-size"] = args.max_tokens_per_gpu * args.context_parallel_size
+    for sample, tokens in zip(samples, batch["tokens"], strict=True):
+        for what, room in rooms.items():
+            if room is not None and len(tokens) > room:
+                raise ValueError(f"{file}: sample {sample.index} has {len(tokens)} tokens, {what} is {room}")
+        if (vocab_size := model.get("vocab_size")) is not None and tokens.max() >= vocab_size:
+            raise ValueError(
+                f"{file}: sample {sample.index}: token id {tokens.max()} is outside the model's vocabulary of "
+                f"{vocab_size}"
+            )
 
 
 def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:

@@ -1,6 +1,7 @@
 """What is told of prompt files and functions before a device is reserved."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,13 @@ import pytest
 
 from miles.config import Args
 from miles.data.sample import Sample
-from miles.rollout.preflight import check_rollout_inputs
+from miles.rollout.preflight import (
+    check_rollout_inputs,
+    kept_rollout_state,
+    publish_rollout_state,
+    set_aside_earlier_work,
+)
+from miles.utils.tracking_utils.run_folder import create_run_folder
 
 
 @pytest.fixture
@@ -59,16 +66,173 @@ def test_prompt_file_without_prompts_refused(args_with: Any) -> None:
         check_rollout_inputs(args_with([]))
 
 
-def test_kept_rollout_that_is_missing_or_holds_no_samples_refused(tmp_path: Path) -> None:
-    kept, sample = tmp_path / "rollout_000000.jsonl", Sample(0, 0, 0, "1 +", [5, 6], 1, loss_mask=[1])
-    sample.rollout_log_probs = [-1.0]
-    kept.write_text(json.dumps(sample.to_dict()) + "\n")
-    check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
+def kept_row(**changes: Any) -> dict[str, Any]:
+    made = Sample(0, 0, 0, "1 +", [5, 6], 1, reward=1.0, loss_mask=[1], rollout_log_probs=[-1.0])
+    return made.to_dict() | {"status": "completed"} | changes
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the files of kept rollouts, a list of rows each; returns their folder."""
+
+    def write(*rollouts: list[dict[str, Any]]) -> Path:
+        for number, rows in enumerate(rollouts):
+            path = tmp_path / f"rollout_{number:06d}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path
+
+    return write
+
+
+def test_kept_rollout_that_is_missing_refused(keep: Callable[..., Path]) -> None:
+    folder = keep([kept_row()])
+    check_rollout_inputs(Args.build(load_rollouts=str(folder), num_rollout=1))
     with pytest.raises(ValueError, match=r"no rollout_000001.jsonl, which --num-rollout 2 needs"):
-        check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=2))
-    kept.write_text(kept.read_text() + '{"prompt": "1 +"}\n')
-    with pytest.raises(ValueError, match=r"rollout_000000.jsonl:2: sample misses fields"):
-        check_rollout_inputs(Args.build(load_rollouts=str(tmp_path), num_rollout=1))
+        check_rollout_inputs(Args.build(load_rollouts=str(folder), num_rollout=2))
+
+
+SEGMENT = {
+    "compaction_trajectory_id": "t",
+    "compaction_segment_index": 0,
+    "compaction_segment_type": "execution",
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        ([{"prompt": "1 +"}], {}, ":1: sample misses fields"),
+        ([kept_row(), kept_row()], {"rollout_batch_size": 1}, r": 2 samples, --rollout-batch-size 1 x .* 1 is 1"),
+        ([kept_row(status="aborted")], {}, ": sample 0 is aborted"),
+        ([kept_row(reward=None)], {}, ": reward of sample 0 is None"),
+        ([kept_row(status="failed")], {}, ": rollout batch has no trainable token"),
+        ([kept_row(tokens=[5, 512])], {}, ": sample 0: token id 512 is outside the model's vocabulary of 512"),
+        ([kept_row(tokens=[5] * 65)], {}, ": sample 0 has 65 tokens, .* max_position_embeddings is 64"),
+        (
+            [kept_row(tokens=[5] * 17)],
+            {"max_tokens_per_gpu": 8, "context_parallel_size": 2},
+            ": sample 0 has 17 tokens, .* is 16",
+        ),
+        ([kept_row(metadata=SEGMENT)], {}, ": holds segments .* which need --sao-compaction"),
+        (
+            [kept_row(metadata=SEGMENT | {"compaction_segment_index": 1})],
+            {"policy_objective": "sao_dis", "sao_compaction": True},
+            ": trajectory t: invalid segment sequence",
+        ),
+    ],
+)
+def test_late_kept_rollout_that_cannot_be_trained_on_refused_by_file(
+    rows: list[dict[str, Any]],
+    settings: dict[str, Any],
+    message: str,
+    keep: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "max_position_embeddings": 64}))
+    first = [kept_row(metadata=SEGMENT)] if settings.get("sao_compaction") else [kept_row()]
+    folder = keep(first, rows)
+    args = Args.build(load_rollouts=str(folder), num_rollout=2, hf_checkpoint=str(tmp_path), **settings)
+    check_rollout_inputs(args.replace(source="code", num_rollout=1))
+    with pytest.raises(ValueError, match="rollout_000001.jsonl" + message):
+        check_rollout_inputs(args)
+
+
+# ---------------------------------------------------------------- what an earlier run left
+
+
+@pytest.fixture
+def began(tmp_path: Path) -> Callable[..., Args]:
+    """Starts runs in one folder; returns the settings of the start, each with other ones beside."""
+
+    def start(**settings: Any) -> Args:
+        args = Args.build(run_dir=str(tmp_path / "run"), **settings)
+        create_run_folder(args, entry="train")
+        return args
+
+    return start
+
+
+def leave_metrics(args: Args) -> None:
+    (Path(str(args.run_dir)) / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def leave_rollout(args: Args, number: int = 0) -> Path:
+    folder = Path(str(args.run_dir)) / "rollouts"
+    folder.mkdir(exist_ok=True)
+    (folder / f"rollout_{number:06d}.jsonl").write_text("{}\n")
+    return folder
+
+
+@pytest.mark.parametrize("leave", [leave_metrics, leave_rollout])
+@pytest.mark.parametrize(
+    ("before", "now", "differs"),
+    [
+        ({}, {"rollout_only": True}, "rollout_only is True, the run began with False"),
+        ({"rollout_only": True}, {}, "rollout_only is False, the run began with True"),
+        ({"seed": 1}, {"seed": 2}, "seed is 2, the run began with 1"),
+    ],
+)
+def test_fresh_start_over_another_runs_work_refused(
+    leave: Callable[[Args], object],
+    before: dict[str, Any],
+    now: dict[str, Any],
+    differs: str,
+    began: Callable[..., Args],
+) -> None:
+    args = began(**before)
+    other = Args.build(run_dir=args.run_dir, **now)
+    check_rollout_inputs(other)
+    leave(args)
+    with pytest.raises(ValueError, match=rf"--run-dir .*/run: holds the .* \({differs}\); name another folder"):
+        check_rollout_inputs(other)
+
+
+def test_run_without_a_save_begins_again_and_keeps_what_it_had(
+    began: Callable[..., Args], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = began(seed=1)
+    folder = Path(str(args.run_dir))
+    set_aside_earlier_work(args)
+    for number in (1, 2):
+        leave_metrics(args)
+        leave_rollout(args)
+        check_rollout_inputs(args.replace(source="flag", max_restarts=7))
+        assert "holds the 1 kept rollouts of an earlier run that came to no save: it begins again" in caplog.text
+        set_aside_earlier_work(args)
+        assert not (folder / "metrics.jsonl").exists()
+        assert not (folder / "rollouts").exists()
+        assert (folder / f"earlier_{number}" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+        assert (folder / f"earlier_{number}" / "rollouts" / "rollout_000000.jsonl").exists()
+
+
+def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(began: Callable[..., Args]) -> None:
+    args = began(rollout_only=True)
+    resumed = args.replace(source="flag", resume=True)
+    assert kept_rollout_state(args) is None
+    with pytest.raises(ValueError, match=r"--resume: .* holds no rollout of --rollout-only"):
+        kept_rollout_state(resumed)
+    for number in (0, 1):
+        folder = leave_rollout(args, number)
+        publish_rollout_state(folder, number, {"position": number})
+    with pytest.raises(ValueError, match="holds the 2 kept rollouts of an earlier run; pass --resume to go on"):
+        check_rollout_inputs(args)
+    check_rollout_inputs(resumed)
+    state = kept_rollout_state(resumed)
+    assert state is not None
+    assert (state["rollout_id"], state["prompts"]) == (1, {"position": 1})
+    with pytest.raises(ValueError, match="--resume: seed is 5"):
+        kept_rollout_state(resumed.replace(source="flag", seed=5))
+    (folder / "rollout_000000.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"rollout_000000.jsonl is missing, though state.json counts it"):
+        kept_rollout_state(resumed)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "miles.rollout-state.v0"}'])
+def test_rollout_state_that_nobody_wrote_refused(text: str, began: Callable[..., Args]) -> None:
+    args = began(rollout_only=True, resume=True)
+    (leave_rollout(args) / "state.json").write_text(text)
+    with pytest.raises(ValueError, match=r"state.json: (invalid JSON|schema must be)"):
+        kept_rollout_state(args)
 
 
 @pytest.mark.parametrize("field", ["custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"])
