@@ -22,6 +22,7 @@ def join_weight_group(
     group_name: str,
     backend: str = "gloo",
     timeout_s: float = 300.0,
+    wait_s: float | None = None,
 ) -> dist.ProcessGroup:
     """Join the group; returns once all `world_size` ranks have come.
 
@@ -32,13 +33,15 @@ def join_weight_group(
     Args:
         init_method: "tcp://HOST:PORT", where rank 0 opens a store.
         backend: "gloo" (CPU) or "nccl".
-        timeout_s: for the rendezvous and for every broadcast.
+        timeout_s: for every broadcast.
+        wait_s: for the others to come (None: `timeout_s`).
 
     Raises:
         RuntimeError: the others did not come in time (torch's own message), or the name is taken in this process.
     """
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    wait = timeout if wait_s is None else timedelta(seconds=wait_s)
+    store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=wait))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
         world_size,

@@ -8,6 +8,7 @@ the current weights through a group of its own; the next publication forms one o
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -76,18 +77,23 @@ class WeightSync:
             host = "127.0.0.1"
         world_size = 1 + len(members) * self._ranks_per_engine
         joins = [
-            self._clients[number].init_weights_update_group(
-                master_address=host,
-                master_port=port,
-                rank_offset=1 + place * self._ranks_per_engine,
-                world_size=world_size,
-                group_name=name,
-                backend=self._backend,
-                timeout_s=self._args.sglang_request_timeout_s,
+            self._while_alive(
+                client,
+                client.init_weights_update_group(
+                    master_address=host,
+                    master_port=port,
+                    rank_offset=1 + place * self._ranks_per_engine,
+                    world_size=world_size,
+                    group_name=name,
+                    backend=self._backend,
+                    timeout_s=self._args.sglang_request_timeout_s,
+                ),
             )
-            for place, number in enumerate(members)
+            for place, client in enumerate(self._clients[number] for number in members)
         ]
-        ours = self._actor.call("join_weight_group", f"tcp://{host}:{port}", world_size, 0, name)
+        # An engine that hangs is noticed before: its reason is the better one.
+        wait_s = 2 * self._args.sglang_health_timeout_s
+        ours = self._actor.call("join_weight_group", f"tcp://{host}:{port}", world_size, 0, name, wait_s)
         await self._together(ours, *joins)
         self._group_of |= dict.fromkeys(members, name)
         self._members = members
@@ -105,7 +111,7 @@ class WeightSync:
         await self._send(self._everybody, version)
         self.version = version
         if check:
-            await self._compare(version)
+            await self._compare(self._everybody, version)
 
     async def _send(self, members: list[int], version: int) -> None:
         if self._members != members:
@@ -145,6 +151,25 @@ class WeightSync:
                 if isinstance(error, reason):
                     raise error
 
+    async def _while_alive(self, client: SGLangClient, request: Awaitable[Any]) -> Any:
+        """Answer of a request that may take long, as long as its engine shows signs of life.
+
+        Raises:
+            EngineError: the request failed, or there was no sign of life for `sglang_health_timeout_s`.
+        """
+        half = self._args.sglang_health_timeout_s / 2
+        running = asyncio.ensure_future(request)
+        try:
+            while not (await asyncio.wait({running}, timeout=half))[0]:
+                try:
+                    await client.check_health(timeout_s=half)
+                except EngineError:
+                    if not running.done():
+                        raise
+            return running.result()
+        finally:
+            running.cancel()
+
     # ---------------------------------------------------------------- replacing engines
 
     async def lost_engines(self) -> list[LostEngine]:
@@ -172,8 +197,13 @@ class WeightSync:
         self._members = []
 
     async def resend(self, number: int) -> None:
-        """Give one engine the current weights; the actor must be idle, the other engines need not be."""
+        """Give one engine the current weights; the actor must be idle, the other engines need not be.
+
+        Checksums are compared unless `check_weight_sync` is "never": for the engine it is the start.
+        """
         await self._send([number], self.version)
+        if self._args.check_weight_sync != "never":
+            await self._compare([number], self.version)
 
     async def settle(self) -> None:
         """Wait for what a failed call left behind, which ends once the lost engines are gone."""
@@ -183,9 +213,10 @@ class WeightSync:
 
     # ---------------------------------------------------------------- checking
 
-    async def _compare(self, version: int) -> None:
-        for client in self._clients:
-            for rank in await client.checksums(timeout_s=self._args.sglang_request_timeout_s):
+    async def _compare(self, members: list[int], version: int) -> None:
+        for client in (self._clients[number] for number in members):
+            asked = client.checksums(timeout_s=self._args.sglang_request_timeout_s)
+            for rank in await self._while_alive(client, asked):
                 ours = await self._actor.call("engine_checksums", tp_rank=rank.tp_rank, tp_size=rank.tp_size)
                 different = differing_names(ours[0], rank.checksums)
                 if different:

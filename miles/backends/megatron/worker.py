@@ -410,9 +410,11 @@ class MegatronWorker:
 
     # ---------------------------------------------------------------- weights to engines
 
-    def join_weight_group(self, init_method: str, world_size: int, rank: int, group_name: str) -> None:
+    def join_weight_group(
+        self, init_method: str, world_size: int, rank: int, group_name: str, wait_s: float = 300.0
+    ) -> None:
         """Join the group shared with rollout engines as its rank 0, in place of an earlier one; ranks other than the
-        training group's first return.
+        training group's first return. The engines have `wait_s` seconds to come.
         """
         self._require_actor("join_weight_group")
         if self.parallel.rank != 0:
@@ -422,7 +424,7 @@ class MegatronWorker:
             leave_weight_group(self._weight_group)
             self._weight_group = None
         self._weight_group = join_weight_group(
-            init_method, world_size, rank, group_name, backend=self.device.distributed_backend
+            init_method, world_size, rank, group_name, backend=self.device.distributed_backend, wait_s=wait_s
         )
 
     def weight_buckets(self) -> list[WeightBucket]:
