@@ -20,7 +20,7 @@ REQUIRED_COLUMNS = {
     "value": (*_COMMON, "returns"),
     "policy": (*_COMMON, "advantages"),
 }
-KNOWN_COLUMNS = _PER_TOKEN | {*_COMMON, "sample_ids", "group_indices", "rewards", *COMPACTION_COLUMNS}
+KNOWN_COLUMNS = _PER_TOKEN | {*_COMMON, "sample_ids", "group_indices", "rewards", "failed", *COMPACTION_COLUMNS}
 
 
 def validate_batch(batch: dict[str, Any], objective: str) -> None:
@@ -125,7 +125,7 @@ def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
     """Column batch ("rollout" objective) of finished samples, in the given order.
 
     A FAILED sample, one without a reward, keeps its row, so that the batch keeps its size, but none of its tokens is
-    trained on and its reward of 0 counts in no group.
+    trained on and its reward of 0 counts in no group. Where there are any, the column "failed" says which.
 
     Raises:
         ValueError: a sample that is aborted, pending, unscored or misaligned, naming its index.
@@ -148,6 +148,7 @@ def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
         "rollout_log_probs": [np.asarray(s.rollout_log_probs, dtype=np.float32) for s in samples],
         "sample_indices": [s.index for s in samples],
         "group_indices": [s.group_index for s in samples],
+        **({"failed": failed} if any(failed) else {}),
         **compaction_columns(samples),
     }
     validate_batch(batch, "rollout")

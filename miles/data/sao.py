@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from miles.data.sample import Sample
+from miles.data.sample import Sample, SampleStatus
 
 COMPACTION_COLUMNS = (
     "compaction_trajectory_ids",
@@ -26,6 +26,8 @@ _SCHEMA_VERSION = 1
 
 def compaction_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """The compaction columns of samples whose metadata tells of segments; none where no sample's does.
+
+    Of a FAILED segment no token counts, for none is trained on.
 
     Raises:
         ValueError: some samples are segments and some are not, or a segment's metadata misses a key.
@@ -44,9 +46,8 @@ def compaction_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
             raise ValueError(f"sample {sample.index}: compaction_schema_version {version}, expected {_SCHEMA_VERSION}")
     ids = [sample.metadata["compaction_trajectory_id"] for sample in samples]
     indices = [int(sample.metadata["compaction_segment_index"]) for sample in samples]
-    subsequent, totals = compaction_token_counts(
-        trajectory_ids=ids, segment_indices=indices, loss_masks=[sample.loss_mask for sample in samples]
-    )
+    masks = [[] if sample.status is SampleStatus.FAILED else sample.loss_mask for sample in samples]
+    subsequent, totals = compaction_token_counts(trajectory_ids=ids, segment_indices=indices, loss_masks=masks)
     types = [sample.metadata["compaction_segment_type"] for sample in samples]
     return dict(zip(COMPACTION_COLUMNS, (ids, indices, types, subsequent, totals), strict=True))
 
@@ -55,6 +56,8 @@ def validate_sao_train_data(
     batch: Mapping[str, Any], *, compaction: bool, calculate_per_token_loss: bool = True
 ) -> dict[str, int]:
     """Check a rollout's columns before the first update.
+
+    Every row has an active token, but for those that the column "failed" names, where there is one.
 
     Returns:
         {"samples", "response_tokens", "active_action_tokens"}.
@@ -76,8 +79,12 @@ def validate_sao_train_data(
     active = [_check_row(batch, row) for row in range(count)]
     if sum(active) < 1:
         raise ValueError("SAO needs at least one active action token: every loss mask is zero")
+    failed = batch.get("failed", [False] * count)
+    for row in range(count):
+        if not active[row] and not failed[row]:
+            raise ValueError(f"loss_masks of row {row} is zero: SAO needs an active action token in every row")
     if compaction:
-        _check_compaction(batch, active)
+        _check_compaction(batch, active, failed)
     return {
         "samples": count,
         "response_tokens": int(sum(batch["response_lengths"])),
@@ -106,7 +113,7 @@ def _check_row(batch: Mapping[str, Any], row: int) -> int:
     return int(np.count_nonzero(mask))
 
 
-def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
+def _check_compaction(batch: Mapping[str, Any], active: Sequence[int], failed: Sequence[bool]) -> None:
     ids, indices, types, future, totals = (batch[name] for name in COMPACTION_COLUMNS)
     trajectories: dict[Hashable, list[int]] = {}
     for row, trajectory in enumerate(ids):
@@ -118,7 +125,7 @@ def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
             raise ValueError(f"compaction_segment_types of row {row} is {types[row]!r}, expected execution or summary")
         if not _is_count(future[row]):
             raise ValueError(f"compaction_subsequent_active_tokens of row {row} is {future[row]!r}, expected >= 0")
-        if not _is_count(totals[row]) or totals[row] < 1:
+        if not _is_count(totals[row]) or (totals[row] < 1 and not failed[row]):
             raise ValueError(f"compaction_trajectory_active_tokens of row {row} is {totals[row]!r}, expected above 0")
         trajectories.setdefault(trajectory, []).append(row)
     for trajectory, unsorted in trajectories.items():
@@ -127,6 +134,8 @@ def _check_compaction(batch: Mapping[str, Any], active: Sequence[int]) -> None:
         in_order = [indices[row] for row in rows] == list(range(len(rows)))
         if not in_order or [types[row] for row in rows] != expected or expected[-1] != "execution":
             raise ValueError(f"trajectory {trajectory}: invalid segment sequence")
+        if len({failed[row] for row in rows}) != 1:
+            raise ValueError(f"trajectory {trajectory}: some of its segments got no reward and some did")
         if len({float(batch["rewards"][row]) for row in rows}) != 1:
             raise ValueError(f"trajectory {trajectory}: its segments must share one reward")
         total = sum(active[row] for row in rows)

@@ -51,7 +51,7 @@ def test_what_the_user_gave_beside_the_recipe_is_named(online: dict[str, Any]) -
 
 
 def test_unknown_domain_is_refused() -> None:
-    with pytest.raises(ValueError, match="--sao-online-recipe"):
+    with pytest.raises(ValueError, match="--sao-online-recipe: unknown SAO online recipe: painting; must be one"):
         Args.build(sao_online_recipe="painting")
 
 

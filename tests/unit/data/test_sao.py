@@ -121,6 +121,28 @@ def test_nothing_trainable_is_refused() -> None:
         validate_sao_train_data(batch, compaction=False)
 
 
+def test_row_without_an_active_token_beside_others_is_refused_unless_it_failed() -> None:
+    plain = [segment(0, [1, 1], metadata={}), segment(1, [0, 0], metadata={})]
+    with pytest.raises(ValueError, match=r"loss_masks of row 1 is zero: SAO needs an active action token in every"):
+        validate_sao_train_data(samples_to_batch(plain), compaction=False)
+    lost = segment(1, [1, 1], metadata={}, status=SampleStatus.FAILED, reward=None)
+    batch = samples_to_batch([plain[0], lost])
+    assert batch["failed"] == [False, True]
+    assert validate_sao_train_data(batch, compaction=False)["active_action_tokens"] == 2
+
+
+def test_trajectory_without_a_reward_is_let_through_whole_and_not_in_part() -> None:
+    other = {"compaction_trajectory_id": "u", "compaction_segment_index": 0, "compaction_segment_type": "execution"}
+    lost = [segment(i, mask, status=SampleStatus.FAILED, reward=None) for i, mask in enumerate(MASKS)]
+    batch = samples_to_batch([*lost, segment(3, [1, 1], metadata=other)])
+    assert batch["compaction_subsequent_active_tokens"] == [0, 0, 0, 0]
+    assert batch["compaction_trajectory_active_tokens"] == [0, 0, 0, 2]
+    assert validate_sao_train_data(batch, compaction=True)["active_action_tokens"] == 2
+    part = [lost[0], *(segment(i, MASKS[i]) for i in (1, 2))]
+    with pytest.raises(ValueError, match="trajectory t: some of its segments got no reward and some did"):
+        validate_sao_train_data(samples_to_batch(part), compaction=True)
+
+
 def test_compaction_without_one_token_normaliser_is_refused() -> None:
     with pytest.raises(ValueError, match="one token normaliser"):
         validate_sao_train_data(compacted(), compaction=True, calculate_per_token_loss=False)
