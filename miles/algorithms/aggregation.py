@@ -13,22 +13,22 @@ from torch import Tensor
 LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
-def masked(x: Tensor, mask: Tensor) -> Tensor:
+def masked(x: Tensor, *, mask: Tensor) -> Tensor:
     """`x` with everything outside the mask replaced by 0; no gradient and no NaN passes there. Shapes equal."""
     return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+def masked_sum(x: Tensor, *, mask: Tensor) -> Tensor:
     """Sum of `x` where the mask is set, a scalar in `x`'s dtype. An empty mask gives 0 with a valid gradient.
 
     A mean over tokens is the masked sums of all micro-batches on all data-parallel ranks, added, over the GLOBAL count
     of trainable tokens: only then does the gradient not depend on how the batch was split.
     """
-    return masked(x, mask).sum()
+    return masked(x, mask=mask).sum()
 
 
 def sequence_counts(
-    loss_masks: Sequence[Sequence[int] | np.ndarray], trajectory_ids: Sequence[Hashable] | None = None
+    loss_masks: Sequence[Sequence[int] | np.ndarray], *, trajectory_ids: Sequence[Hashable] | None = None
 ) -> tuple[list[int], int, int]:
     """Counts of the WHOLE batch that the denominators are made of.
 
@@ -74,11 +74,11 @@ def aggregate(
     if mode not in LOSS_AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {mode!r}, expected one of {', '.join(LOSS_AGGREGATIONS)}")
     if mode != "seq-mean-token-mean":
-        return masked_sum(loss_T, loss_mask_T)
+        return masked_sum(loss_T, mask=loss_mask_T)
     if row_T is None or sequence_tokens_B is None:
         raise ValueError("seq-mean-token-mean needs the rows of tokens and the tokens of sequences")
     weight_B = 1.0 / sequence_tokens_B.to(loss_T.dtype).clamp(min=1.0)
-    return (masked(loss_T, loss_mask_T) * weight_B[row_T]).sum()
+    return (masked(loss_T, mask=loss_mask_T) * weight_B[row_T]).sum()
 
 
 def loss_denominator(mode: str, *, num_tokens: int, num_sequences: int, constant: float | None = None) -> float:

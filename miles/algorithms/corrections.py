@@ -120,7 +120,7 @@ def importance_weights(
     with torch.no_grad():
         mask_T = loss_mask.bool()
         token_T = log_ratio(log_probs=old_log_probs, base_log_probs=rollout_log_probs, loss_mask=mask_T)
-        ones_T = masked(torch.ones_like(token_T), mask_T)
+        ones_T = masked(torch.ones_like(token_T), mask=mask_T)
 
         def ratio(level: str) -> Tensor:
             return _log_ratio_of(level, token_T, mask_T, row_T=row_T, num_rows=num_rows).exp()
@@ -143,7 +143,7 @@ def importance_weights(
             vetoed_B = torch.zeros(num_rows, dtype=torch.bool, device=token_T.device)
             vetoed_B[row_T[token_T.exp() < correction.veto]] = True
             weight_T = torch.where(vetoed_B[row_T], torch.zeros_like(weight_T), weight_T)
-        weight_T = masked(weight_T, mask_T)
+        weight_T = masked(weight_T, mask=mask_T)
         metrics = {
             "tokens": mask_T.sum().double(),
             "correction_weight": weight_T.double().sum(),
@@ -222,5 +222,5 @@ def opsm_keep(
         mean_B = row_sums(token_T, row_T=row_T, num_rows=num_rows) / row_sums(
             mask_T.double(), row_T=row_T, num_rows=num_rows
         ).clamp(min=1.0)
-        dropped_T = mask_T & (masked(advantages, mask_T) < 0) & (mean_B > delta)[row_T]
+        dropped_T = mask_T & (masked(advantages, mask=mask_T) < 0) & (mean_B > delta)[row_T]
         return mask_T & ~dropped_T, {"opsm_dropped": dropped_T.sum().double()}

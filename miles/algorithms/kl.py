@@ -20,7 +20,7 @@ KL_KINDS = ("k1", "k2", "k3", "low_var_kl", "unbiased")
 
 def log_ratio(*, log_probs: Tensor, base_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
     """clamp(log_probs - base_log_probs, +-20) in float32, 0 outside the mask. NaN inside the mask stays NaN."""
-    difference = masked(log_probs.float(), loss_mask) - masked(base_log_probs.float(), loss_mask)
+    difference = masked(log_probs.float(), mask=loss_mask) - masked(base_log_probs.float(), mask=loss_mask)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

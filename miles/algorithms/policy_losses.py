@@ -37,7 +37,7 @@ def _ratio_metrics(log_ratio_T: Tensor, loss_mask: Tensor) -> Metrics:
     metrics = {
         "tokens": loss_mask.bool().sum().double(),
         "approx_kl": (torch.expm1(log_ratio_T) - log_ratio_T).double().sum(),
-        "ratio": masked(ratio_T, loss_mask).double().sum(),
+        "ratio": masked(ratio_T, mask=loss_mask).double().sum(),
     }
     active_A = ratio_T[loss_mask.bool()]
     if active_A.numel():
@@ -62,7 +62,7 @@ def effective_sample_size(weight_T: Tensor, *, loss_mask: Tensor, row_T: Tensor,
         metric sums `ess` and `ess_rows`, the rows that have trainable tokens; their quotient is the mean.
     """
     with torch.no_grad():
-        weight_T = masked(weight_T.double(), loss_mask)
+        weight_T = masked(weight_T.double(), mask=loss_mask)
         sum_B = row_sums(weight_T, row_T=row_T, num_rows=num_rows)
         square_B = row_sums(weight_T.square(), row_T=row_T, num_rows=num_rows)
         count_B = row_sums(loss_mask.bool().double(), row_T=row_T, num_rows=num_rows)
@@ -114,7 +114,7 @@ def ppo_clip(
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"the constant of dual clipping must be above 1, got {dual_clip}")
     log_ratio_T = log_ratio(log_probs=log_probs, base_log_probs=old_log_probs.detach(), loss_mask=loss_mask)
-    advantages_T = masked(advantages.detach().float(), loss_mask)
+    advantages_T = masked(advantages.detach().float(), mask=loss_mask)
     loss_T, metrics = _clipped_surrogate(
         log_ratio_T.exp(), advantages_T, low=eps_clip, high=_high(eps_clip, eps_clip_high), dual_clip=dual_clip
     )
@@ -148,12 +148,12 @@ def gspo(
     log_ratio_T = log_ratio(log_probs=log_probs.detach(), base_log_probs=old_T, loss_mask=loss_mask)
     count_B = row_sums(loss_mask.bool().double(), row_T=row_T, num_rows=num_rows).clamp(min=1.0)
     mean_B = row_sums(log_ratio_T.double(), row_T=row_T, num_rows=num_rows) / count_B
-    log_s_T = masked(mean_B[row_T].float(), loss_mask)
-    own_T = masked(log_probs.float(), loss_mask)
+    log_s_T = masked(mean_B[row_T].float(), mask=loss_mask)
+    own_T = masked(log_probs.float(), mask=loss_mask)
     ratio_T = (log_s_T + own_T - own_T.detach()).clamp(max=_GSPO_MAX_LOG_RATIO).exp()
     loss_T, metrics = _clipped_surrogate(
         ratio_T,
-        masked(advantages.detach().float(), loss_mask),
+        masked(advantages.detach().float(), mask=loss_mask),
         low=eps_clip,
         high=_high(eps_clip, eps_clip_high),
         dual_clip=None,
@@ -179,12 +179,12 @@ def cispo(
     Returns:
         loss and metrics as `ppo_clip`; `clipped` counts tokens whose weight a bound has changed.
     """
-    own_T = masked(log_probs.float(), loss_mask)
+    own_T = masked(log_probs.float(), mask=loss_mask)
     log_ratio_T = log_ratio(log_probs=own_T.detach(), base_log_probs=old_log_probs.detach(), loss_mask=loss_mask)
     ratio_T = log_ratio_T.exp()
     weight_T = ratio_T.clamp(1.0 - eps_clip, 1.0 + _high(eps_clip, eps_clip_high))
-    loss_T = -weight_T * masked(advantages.detach().float(), loss_mask) * own_T
-    return masked(loss_T, loss_mask), {
+    loss_T = -weight_T * masked(advantages.detach().float(), mask=loss_mask) * own_T
+    return masked(loss_T, mask=loss_mask), {
         **_ratio_metrics(log_ratio_T, loss_mask),
         **_clip_metrics(ratio_T, weight_T != ratio_T),
     }
@@ -225,7 +225,7 @@ def sao_dis(
         raise ValueError(f"the lower band of DIS must lie in [0, 1), got {eps_clip}")
     if not 0.0 <= eps_clip_high < math.inf:
         raise ValueError(f"the upper band of DIS must be a finite number of at least 0, got {eps_clip_high}")
-    own_T = masked(log_probs.float(), loss_mask)
+    own_T = masked(log_probs.float(), mask=loss_mask)
     log_ratio_T = log_ratio(log_probs=own_T, base_log_probs=rollout_log_probs.detach(), loss_mask=loss_mask)
     if ratio_grad == "detached":
         log_ratio_T = log_ratio_T.detach()
@@ -234,8 +234,8 @@ def sao_dis(
     rejected_T = (below_T | above_T) & loss_mask.bool()
     kept_T = loss_mask.bool() & ~rejected_T
     # rejected entries are zeroed before exp: what is far outside must not reach the gradient as inf * 0
-    ratio_T = masked(log_ratio_T, kept_T).exp()
-    advantages_T = masked(advantages.detach().float(), loss_mask)
+    ratio_T = masked(log_ratio_T, mask=kept_T).exp()
+    advantages_T = masked(advantages.detach().float(), mask=loss_mask)
     # times 0, and not just 0: a NaN advantage surfaces from a rejected token too
     loss_T = torch.where(kept_T, -ratio_T * advantages_T * own_T, 0.0 * advantages_T)
     return loss_T, {
@@ -393,12 +393,12 @@ class PolicyLoss:
                 num_rows=num_rows,
                 delta=self.opsm_delta,
             )
-            loss_T = masked(loss_T, keep_T)
+            loss_T = masked(loss_T, mask=keep_T)
             metrics |= figures
         metrics["policy_loss"] = loss_T.detach().double().sum()
-        metrics["entropy"] = masked(entropy.detach(), loss_mask).double().sum()
+        metrics["entropy"] = masked(entropy.detach(), mask=loss_mask).double().sum()
         if self.entropy_coef:
-            loss_T = loss_T - self.entropy_coef * masked(entropy.float(), loss_mask)
+            loss_T = loss_T - self.entropy_coef * masked(entropy.float(), mask=loss_mask)
         if self.kl_loss_coef:
             assert ref_log_probs is not None
             kl_T = kl_estimate(

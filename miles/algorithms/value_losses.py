@@ -98,12 +98,12 @@ def mse_value_loss(
     """
     if (old_values is None) != (value_clip is None):
         raise ValueError("old_values and value_clip belong together: give both or neither")
-    values = masked(values.float(), loss_mask)
-    returns = masked(returns.detach().float(), loss_mask)
+    values = masked(values.float(), mask=loss_mask)
+    returns = masked(returns.detach().float(), mask=loss_mask)
     loss = (values - returns).square()
     num_clipped = torch.zeros((), dtype=torch.float64, device=loss.device)
     if old_values is not None and value_clip is not None:
-        old_values = masked(old_values.detach().float(), loss_mask)
+        old_values = masked(old_values.detach().float(), mask=loss_mask)
         clipped_loss = (values.clamp(old_values - value_clip, old_values + value_clip) - returns).square()
         num_clipped = (clipped_loss > loss).sum().double()
         loss = torch.maximum(loss, clipped_loss)
@@ -136,8 +136,8 @@ def classification_value_loss(
     """
     num_bins = logits_TB.shape[-1]
     mask_T = loss_mask_T.bool()
-    logits_TB = masked(logits_TB.float(), mask_T.unsqueeze(-1).expand_as(logits_TB))
-    returns_T = masked(returns_T.detach().float(), mask_T)
+    logits_TB = masked(logits_TB.float(), mask=mask_T.unsqueeze(-1).expand_as(logits_TB))
+    returns_T = masked(returns_T.detach().float(), mask=mask_T)
     if target_type == "hl_gauss":
         targets_TB = hl_gauss_targets(
             returns_T=returns_T, num_bins=num_bins, reward_range=reward_range, sigma_ratio=sigma_ratio
@@ -147,7 +147,7 @@ def classification_value_loss(
     else:
         raise ValueError(f"unknown value_target_type {target_type!r}, expected hl_gauss or two_hot")
     log_probs_TB = torch.log_softmax(logits_TB, dim=-1)
-    loss_T = masked(-(targets_TB * log_probs_TB).sum(-1), mask_T)
+    loss_T = masked(-(targets_TB * log_probs_TB).sum(-1), mask=mask_T)
     with torch.no_grad():
         probs_TB = log_probs_TB.exp()
         hits_T = probs_TB.argmax(-1) == targets_TB.argmax(-1)
@@ -156,8 +156,8 @@ def classification_value_loss(
             "tokens": mask_T.sum().double(),
             "value_loss": loss_T.double().sum(),
             "value_accuracy": (hits_T & mask_T).sum().double(),
-            "value_entropy": masked(entropy_T, mask_T).double().sum(),
-            "value_confidence": masked(probs_TB.amax(-1), mask_T).double().sum(),
+            "value_entropy": masked(entropy_T, mask=mask_T).double().sum(),
+            "value_confidence": masked(probs_TB.amax(-1), mask=mask_T).double().sum(),
         }
     return loss_T, metrics
 

@@ -15,4 +15,4 @@ def whiten(x: Tensor, *, mask: Tensor, eps: float = 1e-8) -> Tensor:
     active_A = x.detach()[mask.bool()].double()
     mean = active_A.mean() if len(active_A) else active_A.sum()
     variance = (active_A - mean).square().sum() / max(len(active_A), 1)
-    return masked(((x.double() - mean) * torch.rsqrt(variance + eps)).to(x.dtype), mask)
+    return masked(((x.double() - mean) * torch.rsqrt(variance + eps)).to(x.dtype), mask=mask)

@@ -98,7 +98,7 @@ class ValueObjective(TokenMean):
                 sigma_ratio=self.sigma_ratio,
             )
         stats = explained_variance_stats(values=values_T, returns=returns_T, loss_mask=mask_T)
-        return masked_sum(loss_T, mask_T), {**metrics, **stats}
+        return masked_sum(loss_T, mask=mask_T), {**metrics, **stats}
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class PolicyObjective:
         )
         if self.measure_engine:
             difference_T = log_probs_T.detach() - micro_batch.columns["rollout_log_probs"]
-            metrics["log_prob_difference"] = masked_sum(difference_T.abs().double(), mask_T)
+            metrics["log_prob_difference"] = masked_sum(difference_T.abs().double(), mask=mask_T)
         return total, metrics
 
 
@@ -233,5 +233,5 @@ class LikelihoodObjective(TokenMean):
     def __call__(self, outputs: torch.Tensor, micro_batch: MicroBatch) -> Result:
         mask_T = micro_batch.mask_T
         log_probs_T, _ = self.reader(outputs, micro_batch, training=True)
-        loss = masked_sum(-log_probs_T, mask_T)
+        loss = masked_sum(-log_probs_T, mask=mask_T)
         return loss, {"tokens": mask_T.sum().double(), "sft_loss": loss.detach().double()}

@@ -84,7 +84,9 @@ def _deal(
         )
     else:
         schedule = build_schedule(lengths, dp_size=dp_size, micro_batch_size=args.micro_batch_size)
-    sequence_tokens, num_sequences, num_tokens = sequence_counts(batch["loss_masks"], batch.get(TRAJECTORY_COLUMN))
+    sequence_tokens, num_sequences, num_tokens = sequence_counts(
+        batch["loss_masks"], trajectory_ids=batch.get(TRAJECTORY_COLUMN)
+    )
     counts: dict[str, Any] = {"samples": len(lengths), "sequences": num_sequences, "tokens": num_tokens}
     correction = correction_of(args) if "advantages" in batch else None
     if correction is not None and correction.batch_normalize:

@@ -64,13 +64,17 @@ def test_loss_denominator_known_answers(mode, expected):
 
 
 def test_sequence_counts_fan_out_siblings_are_one_sequence():
-    assert sequence_counts([[1, 0, 1], [1], [0, 0], [1, 1]], ["a", "a", "b", "c"]) == ([3, 3, 0, 2], 2, 5)
+    assert sequence_counts([[1, 0, 1], [1], [0, 0], [1, 1]], trajectory_ids=["a", "a", "b", "c"]) == (
+        [3, 3, 0, 2],
+        2,
+        5,
+    )
 
 
 def test_aggregate_fan_out_siblings_share_one_sequence_mean():
     # rows 0 and 1 are one trajectory of three tokens: (1 + 2 + 3) / 3, and 5: mean 3.5
     loss, mask = tensor(1, 2, 3, 5), tensor(1, 1, 1, 1)
-    tokens, sequences, _ = sequence_counts([[1, 1], [1], [1]], [0, 0, 1])
+    tokens, sequences, _ = sequence_counts([[1, 1], [1], [1]], trajectory_ids=[0, 0, 1])
     total = aggregate(
         loss,
         loss_mask_T=mask,
@@ -138,7 +142,7 @@ def gradient_of_split(splits: list[list[int]]) -> torch.Tensor:
             loss_mask=mask,
             eps_clip=0.2,
         )
-        (masked_sum(loss, mask) / tokens).backward()
+        (masked_sum(loss, mask=mask) / tokens).backward()
     return weight.grad
 
 
@@ -150,7 +154,7 @@ def test_masked_sum_over_global_tokens_any_split_into_micro_batches_gives_one_gr
 
 def test_masked_sum_counts_trainable_tokens_only():
     # faults.md rows 13 and 28
-    assert masked_sum(tensor(2, 100, 4), tensor(1, 0, 1)).item() == 6.0
+    assert masked_sum(tensor(2, 100, 4), mask=tensor(1, 0, 1)).item() == 6.0
     loss, metrics = ppo_clip(
         log_probs=torch.zeros(4),
         old_log_probs=torch.zeros(4),
@@ -164,7 +168,7 @@ def test_masked_sum_counts_trainable_tokens_only():
 def test_masked_sum_empty_mask_gives_zero_with_zero_gradient():
     # faults.md row 29
     x = tensor(1, float("nan")).requires_grad_()
-    total = masked_sum(x, torch.zeros(2))
+    total = masked_sum(x, mask=torch.zeros(2))
     total.backward()
     assert total.item() == 0.0
     assert x.grad.tolist() == [0.0, 0.0]

@@ -108,7 +108,7 @@ def test_ppo_clip_non_finite_outside_the_mask_reaches_neither_loss_nor_gradient(
     tensors = {name: tensor(*numbers) for name, numbers in columns.items()}
     tensors["log_probs"].requires_grad_()
     loss, metrics = ppo_clip(**tensors, loss_mask=tensor(1, 0), eps_clip=0.2)
-    masked_sum(loss, tensor(1, 0)).backward()
+    masked_sum(loss, mask=tensor(1, 0)).backward()
     assert loss.tolist() == [-1.0, 0.0]
     assert tensors["log_probs"].grad.tolist() == [-1.0, 0.0]
     assert all(math.isfinite(value.item()) for value in metrics.values())
