@@ -1,6 +1,7 @@
 """Checkpoints that a run starts from are identified before Ray, contract or not."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,17 @@ def test_folder_without_a_checkpoint_is_refused_by_flag(field: str, tmp_path: Pa
     args = Args.build(hf_checkpoint=str(model), **REFERENCE, **{field: str(empty)})
     with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {empty}: holds no checkpoint"):
         settle(args, None)
+
+
+@pytest.mark.parametrize("field", ["load", "critic_load", None])
+def test_critic_from_an_actor_or_a_model_is_said_to_have_a_new_head(
+    field: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # faults.md row 48
+    model = write_model(tmp_path / "model")
+    root = model if field is None else write_checkpoint(tmp_path / "actor", model)
+    origin = {} if field is None else {field: str(root)}
+    with caplog.at_level(logging.INFO):
+        settle(Args.build(use_critic=True, hf_checkpoint=str(model), **origin), None)
+    (line,) = [line for line in caplog.messages if "its head is new" in line]
+    assert str(root) in line
