@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from miles.config import Args
+from miles.contracts.artifact import write_checkpoint_manifest
 from miles.contracts.canonical import canonical_json_bytes
 from miles.utils.tracking_utils.run_folder import create_run_folder
 
@@ -88,6 +89,14 @@ def write_contract(folder: Path, manifest: Path, **changes) -> Path:
     folder.mkdir()
     (folder / "value_pretrain_contract.json").write_bytes(canonical_json_bytes({**contract, **changes}))
     return folder
+
+
+def write_checkpoint(critic: Path, iteration: int) -> Path:
+    folder = critic / f"iter_{iteration:07d}"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"w")
+    write_checkpoint_manifest(folder, iteration=iteration)
+    return critic
 
 
 def write_model(folder: Path) -> Path:
@@ -231,6 +240,11 @@ def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
             ],
             "needs rows of two distinct labels, the split has only 1",
         ),
+        # faults.md row 69: the rows of both splits begin with the same prompt
+        "leaking prompt": (
+            judge(load=write_checkpoint(write_contract(at / "c10", good), 2)),
+            f"{at / 'good' / 'heldout.jsonl'}:1: leaking prompt: {at / 'good' / 'train.jsonl'}:1 trains on the same",
+        ),
         "devices": (["--tensor-model-parallel-size", "4"], "critic: 2 devices (--critic-num-nodes x --crit"),
         "global batch": (["--global-batch-size", "3"], "--global-batch-size 3 is not divisible by the critic's data"),
         "micro-batch": (["--micro-batch-size", "4"], "the critic's local batch 2 (--global-batch-size 4 over"),
@@ -293,7 +307,7 @@ NAMES = [
     *("resumed plan", "past the plan", "nothing left", "no contract", "contract pin", "no held-out split"),
     *("report exists", "batches overlap", "one label", "devices", "global batch", "micro-batch", "too few rows"),
     *("token budget", "no checkpoint", "run folder of data", "run folder of train.py", "run folder held"),
-    *("critic folder held", "seed"),
+    *("critic folder held", "seed", "leaking prompt"),
 ]
 
 
