@@ -58,7 +58,7 @@ def parse_eval_sets(entries: Sequence[str], sampling: Sequence[str], default: Sa
 
     Args:
         entries: `PATH` or `NAME:PATH` each.
-        sampling: `NAME:key=value,key=value` each; keys are the fields of `Sampling`.
+        sampling: `NAME:key=value,key=value` each; keys are the fields of `Sampling`. Entries of one set add up.
 
     Raises:
         ValueError: two sets with one name, more than one without, or sampling of a set that is not there.
@@ -76,7 +76,7 @@ def parse_eval_sets(entries: Sequence[str], sampling: Sequence[str], default: Sa
         if not separator or name not in sets:
             known = ", ".join(sorted(filter(None, sets))) or "none"
             raise ValueError(f"--eval-sampling {text}: expected NAME:key=value,... with the name of a set ({known})")
-        sets[name] = replace(sets[name], sampling=replace(default, **_pairs(text, pairs)))
+        sets[name] = replace(sets[name], sampling=replace(sets[name].sampling, **_pairs(text, pairs)))
     return list(sets.values())
 
 

@@ -4,23 +4,48 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import math
 import numbers
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from miles.data.sample import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
 Policy = Literal["drop", "stop"]
-RewardFunction = Callable[..., Any]
+Function = Callable[..., Any]
 """`reward(sample) -> number`, or `reward(samples) -> one number each`, plain or async: the parameter's name decides.
 """
+
+
+class Reward(Protocol):
+    """A reward function as `score_samples` calls it, wherever it runs."""
+
+    name: str
+    takes_all: bool
+
+    async def __call__(self, samples: list[Sample], timeout_s: float) -> list[float]:
+        """Rewards of all samples (of one sample, where the function takes no more); sets their metadata.
+
+        Raises:
+            BadReward: what the function returned is none.
+            TimeoutError: it took longer than `timeout_s`, or raised this itself.
+            Exception: it raised.
+        """
+        ...
+
+
+class BadReward(ValueError):
+    """A function returned what is no reward; the line names sample and function. Ends the run whatever the policy."""
+
+
+class RewardFailed(Exception):
+    """The function raised, or its process ended; the text says it in one line."""
 
 
 def load_function(path: str, *, flag: str = "function path") -> Callable[..., Any]:
@@ -42,7 +67,7 @@ def load_function(path: str, *, flag: str = "function path") -> Callable[..., An
         try:
             module = importlib.import_module(where)
         except Exception as error:
-            raise ValueError(f"{given}: importing {where} failed: {_describe(error)}") from error
+            raise ValueError(f"{given}: importing {where} failed: {describe(error)}") from error
     function = vars(module).get(name)
     if function is None:
         raise ValueError(f"{given}: {where} has no {name}")
@@ -64,13 +89,13 @@ def _load_file(file: Path, given: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"{given}: importing {file} failed: {_describe(error)}") from error
+        raise ValueError(f"{given}: importing {file} failed: {describe(error)}") from error
     return module
 
 
 async def score_samples(
     samples: Sequence[Sample],
-    reward_fn: RewardFunction,
+    reward: Reward,
     *,
     timeout_s: float,
     concurrency: int = 64,
@@ -79,86 +104,52 @@ async def score_samples(
 ) -> list[Sample]:
     """Set `reward` of every sample; returns those that were not scored.
 
-    Such a sample gets status FAILED, no reward and a warning that names it; the others are not held up. All of it
-    takes no longer than `timeout_s` for every `concurrency` samples. A plain function runs in a thread (which Python
-    cannot end: it may go on in the background after its time), an async one in this loop. A function whose first
-    parameter is called `samples` gets all of them at once and `timeout_s` times their number.
+    Such a sample gets status FAILED, no reward and a warning that names it; the others are not held up. The time of a
+    sample counts from its own call. A function of all samples has `timeout_s` for every `concurrency` of them.
 
     Args:
+        concurrency: calls at once.
         on_timeout, on_error: "drop" goes on as above when a call is late or raises; "stop" raises.
 
     Raises:
         ValueError: the function was late or raised where that stops, or returned no finite number, or a wrong count;
         the line names sample and function.
     """
-    name = f"{getattr(reward_fn, '__module__', '?')}:{getattr(reward_fn, '__qualname__', repr(reward_fn))}"
-    if _takes_all(reward_fn):
-        return await _score_together(samples, reward_fn, name, timeout_s, on_timeout=on_timeout, on_error=on_error)
     gate = asyncio.Semaphore(concurrency)
     unscored: list[Sample] = []
 
-    async def score(sample: Sample) -> None:
+    async def score(part: list[Sample], limit_s: float) -> None:
         async with gate:
             try:
-                value = await asyncio.wait_for(_call(reward_fn, sample), timeout_s)
+                rewards = await reward(part, limit_s)
             except TimeoutError:
-                _fail(sample, f"took more than {timeout_s:g} s on sample {sample.index}", name, on_timeout)
-                unscored.append(sample)
+                unscored.extend(part)
+                _fail(part, f"took more than {limit_s:g} s on", reward.name, on_timeout)
                 return
+            except BadReward:
+                raise
             except Exception as error:
-                _fail(sample, f"failed on sample {sample.index}: {_describe(error)}", name, on_error, error)
-                unscored.append(sample)
+                unscored.extend(part)
+                _fail(part, "failed on", reward.name, on_error, error)
                 return
-        sample.reward = _number(value, sample, name)
+        for sample, value in zip(part, rewards, strict=True):
+            sample.reward = value
 
+    if reward.takes_all:
+        if samples:
+            await score(list(samples), timeout_s * math.ceil(len(samples) / concurrency))
+        return unscored
     try:
         async with asyncio.TaskGroup() as group:
             for sample in samples:
-                group.create_task(score(sample))
+                group.create_task(score([sample], timeout_s))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
     return unscored
 
 
-async def _score_together(
-    samples: Sequence[Sample],
-    reward_fn: RewardFunction,
-    name: str,
-    timeout_s: float,
-    *,
-    on_timeout: Policy,
-    on_error: Policy,
-) -> list[Sample]:
-    if not samples:
-        return []
-    try:
-        values = await asyncio.wait_for(_call(reward_fn, list(samples)), timeout_s * len(samples))
-    except TimeoutError:
-        for sample in samples:
-            _fail(sample, f"took more than {timeout_s * len(samples):g} s on sample {sample.index}", name, on_timeout)
-        return list(samples)
-    except Exception as error:
-        if on_error == "stop":
-            span = f"samples {samples[0].index} to {samples[-1].index}"
-            raise ValueError(f"reward function {name} failed on {span}: {_describe(error)}") from error
-        for sample in samples:
-            _fail(sample, f"failed on sample {sample.index}: {_describe(error)}", name, on_error, error)
-        return list(samples)
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise ValueError(
-            f"reward function {name} must return a list of {len(samples)} rewards, got {type(values).__name__}"
-        )
-    if len(values) != len(samples):
-        raise ValueError(
-            f"reward function {name} returned {len(values)} rewards for {len(samples)} samples "
-            f"({samples[0].index} to {samples[-1].index})"
-        )
-    for sample, value in zip(samples, values, strict=True):
-        sample.reward = _number(value, sample, name)
-    return []
-
-
-def _takes_all(function: RewardFunction) -> bool:
+def takes_all(function: Function) -> bool:
+    """Whether a function wants all samples at once: its first parameter is called `samples`."""
     try:
         parameters = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -166,72 +157,81 @@ def _takes_all(function: RewardFunction) -> bool:
     return bool(parameters) and parameters[0] == "samples"
 
 
-def _call(function: RewardFunction, argument: Any) -> Awaitable[Any]:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return function(argument)
-    return _call_in_thread(function, argument)
+def function_name(function: Function) -> str:
+    """As messages call it."""
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
 
 
-async def _call_in_thread(function: RewardFunction, argument: Any) -> Any:
-    # Daemon threads, not an executor: an executor would wait at exit for a function that never returns.
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(value)
-        else:
-            outcome.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(argument)
-        except StopIteration as stop:
-            # asyncio refuses to carry this one.
-            error = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as caught:
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:
-            # The loop ended long after this call's time was up: nobody waits.
-            logger.debug("a late reward was dropped")
-
-    threading.Thread(target=run, daemon=True, name="miles-reward").start()
-    return await outcome
-
-
-def _fail(sample: Sample, what: str, name: str, policy: Policy, error: Exception | None = None) -> None:
-    """Leave a sample without a reward, or stop.
+def _fail(part: list[Sample], what: str, name: str, policy: Policy, error: Exception | None = None) -> None:
+    """Leave samples without a reward, or stop.
 
     Raises:
         ValueError: the policy is to stop.
     """
-    reason = f"reward function {name} {what}"
+    end = "" if error is None else f": {describe(error)}"
     if policy == "stop":
-        raise ValueError(reason) from error
-    sample.reward = None
-    sample.status = SampleStatus.FAILED
-    sample.metadata["failure"] = reason
-    logger.warning("%s; the sample is not trained on", reason)
+        span = f"sample {part[0].index}" if len(part) == 1 else f"samples {part[0].index} to {part[-1].index}"
+        raise ValueError(f"reward function {name} {what} {span}{end}") from error
+    for sample in part:
+        sample.reward = None
+        sample.status = SampleStatus.FAILED
+        sample.metadata["failure"] = f"reward function {name} {what} sample {sample.index}{end}"
+        logger.warning("%s; the sample is not trained on", sample.metadata["failure"])
+
+
+def metadata_texts(samples: Sequence[Sample]) -> list[str]:
+    """The metadata of each sample, to tell later what a function wrote there."""
+    return [json.dumps(sample.metadata) for sample in samples]
+
+
+def rewards_of(value: Any, samples: Sequence[Sample], texts: list[str], function: Function) -> list[float]:
+    """The reward of each sample out of what the function returned.
+
+    Args:
+        texts: `metadata_texts` before the call.
+
+    Raises:
+        BadReward: no finite numbers, a wrong count, or metadata that cannot be kept as JSON.
+    """
+    name = function_name(function)
+    if not takes_all(function):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadReward(
+            f"reward function {name} must return a list of {len(samples)} rewards, got {type(value).__name__}"
+        )
+    if len(value) != len(samples):
+        raise BadReward(
+            f"reward function {name} returned {len(value)} rewards for {len(samples)} samples "
+            f"({samples[0].index} to {samples[-1].index})"
+        )
+    for sample, text in zip(samples, texts, strict=True):
+        try:
+            if json.dumps(sample.metadata) != text:
+                json.dumps(sample.metadata, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadReward(
+                f"reward function {name} wrote to the metadata of sample {sample.index} what JSON cannot hold: {error}"
+            ) from None
+    return [_number(one, sample, name) for one, sample in zip(value, samples, strict=True)]
 
 
 def _number(value: Any, sample: Sample, name: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise ValueError(
+        raise BadReward(
             f"reward function {name} returned {value!r} ({type(value).__name__}) for sample {sample.index}, "
             "expected a number"
         )
     if not math.isfinite(value):
-        raise ValueError(
+        raise BadReward(
             f"reward function {name} returned {float(value)} for sample {sample.index}, expected a finite number"
         )
     return float(value)
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An error in one line."""
     text = " ".join(str(error).split())
+    if isinstance(error, RewardFailed):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -25,6 +25,7 @@ from miles.rollout.engine_pool import EnginePool, LostEngine
 from miles.rollout.generation import generate_samples
 from miles.rollout.groups import GroupSource, collect_groups, sample_of
 from miles.rollout.preflight import rollout_file
+from miles.rollout.reward_calls import RewardFunction
 from miles.rollout.rewards import load_function, score_samples
 from miles.utils.logging_utils import configure_logger
 
@@ -50,6 +51,7 @@ class RolloutManager:
         self._args = args
         self._engines = engines
         self._first_finished: dict[int, asyncio.Event] = {}
+        self._notes: list[str] = []
 
     async def start(self) -> list[str]:
         """Read prompts, tokenizer and reward function, start the engines (all at once); their URLs.
@@ -67,7 +69,7 @@ class RolloutManager:
         assert args.custom_rm_path is not None and args.hf_checkpoint is not None and args.prompt_data is not None
         config = read_model_config(args.hf_checkpoint)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
-        self._reward = load_function(args.custom_rm_path, flag="--custom-rm-path")
+        self._reward = RewardFunction(args.custom_rm_path, concurrency=args.rm_concurrency, flag="--custom-rm-path")
         filter_path, flag = args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path"
         self._keep = None if filter_path is None else load_function(filter_path, flag=flag)
         limit = _prompt_limit(args, config, args.rollout_max_response_len, trained=True)
@@ -87,7 +89,7 @@ class RolloutManager:
 
     def _prompts(self, path: str, limit: int | None, *, shuffle: bool = False) -> PromptSource:
         args = self._args
-        return PromptSource(
+        source = PromptSource(
             path,
             tokenizer=self._tokenizer,
             input_key=args.input_key,
@@ -99,11 +101,18 @@ class RolloutManager:
             shuffle=shuffle,
             seed=args.rollout_seed,
         )
+        if source.num_dropped:
+            self._notes.append(
+                f"{path}: {source.num_dropped} of {source.num_dropped + len(source)} prompts are longer than {limit} "
+                "tokens and left out (--overlong-prompts drop)"
+            )
+        return source
 
     async def stop(self) -> None:
         """Close connections and end the servers."""
         if self._args.load_rollouts is None:
             await self._pool.close()
+            self._reward.close()
         for engine in self._engines:
             await engine.stop.remote()
 
@@ -145,34 +154,40 @@ class RolloutManager:
         if self._args.load_rollouts is not None:
             samples = self._kept_rollout(Path(self._args.load_rollouts), rollout_id)
             return {"batch": samples_to_batch(samples), "metrics": _rollout_metrics(samples), "warnings": []}
-        samples, metrics = await self._sample_rollout(rollout_id)
+        samples, failures, metrics = await self._sample_rollout(rollout_id)
         self._keep_samples(samples, rollout_id)
-        warnings = [f"{s.metadata['failure']}; not trained on" for s in samples if s.status is SampleStatus.FAILED]
-        if len(warnings) > _MAX_WARNINGS:
-            warnings[_MAX_WARNINGS - 1 :] = [f"... {len(warnings) - _MAX_WARNINGS + 1} more samples without a reward"]
+        warnings = self._take_notes() + _shortened([f"{failure}; not trained on" for failure in failures])
         if filled := metrics.get("rollout/groups_filled_up"):
             warnings.append(f"{filled:.0f} filtered groups fill up: --dynamic-sampling-max-replacements is reached")
         return {"batch": samples_to_batch(samples), "metrics": metrics, "warnings": warnings}
 
-    async def _sample_rollout(self, rollout_id: int) -> tuple[list[Sample], dict[str, float]]:
+    def _take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
+
+    async def _sample_rollout(self, rollout_id: int) -> tuple[list[Sample], list[str], dict[str, float]]:
+        """The samples to train on, why any that was sampled has no reward, and figures."""
         args = self._args
         assert args.rollout_batch_size is not None and args.over_sampling_batch_size is not None
         assert args.dynamic_sampling_max_replacements is not None
         started, busy_before = time.monotonic(), self._pool.busy_seconds()
         resent_before = self._num_resent()
         sampled_tokens = 0
+        failures: list[str] = []
 
         async def sample(samples: list[Sample]) -> None:
             nonlocal sampled_tokens
             await self._run(samples, rollout_id=rollout_id)
             sampled_tokens += sum(one.response_length for one in samples)
+            failures.extend(one.metadata["failure"] for one in samples if one.status is SampleStatus.FAILED)
 
         collected = await collect_groups(
             self._source,
             sample,
             rollout_id=rollout_id,
             wanted=args.rollout_batch_size,
-            at_first=args.over_sampling_batch_size,
+            # Without a filter nothing needs replacing: what is sampled beyond would only grow stale.
+            at_first=args.rollout_batch_size if self._keep is None else args.over_sampling_batch_size,
             keep=self._keep,
             max_replacements=args.dynamic_sampling_max_replacements,
         )
@@ -195,16 +210,25 @@ class RolloutManager:
             metrics["rollout/groups_filtered"] = collected.num_filtered
             metrics["rollout/groups_left_over"] = collected.num_left_over
             metrics["rollout/groups_filled_up"] = collected.num_filled_up
+            metrics["rollout/unscored_replaced"] = len(failures) - metrics["rollout/unscored"]
         if resent := self._num_resent() - resent_before:
             metrics["rollout/requests_resent"] = resent
-        return samples, metrics
+        return samples, failures, metrics
 
     def _num_resent(self) -> int:
         return sum(engine.num_resent for engine in self._pool.engines)
 
-    async def evaluate(self) -> dict[str, float]:
-        """Accuracy of every held-out set (share of samples with reward 1) with its Wilson interval, and more."""
+    async def evaluate(self) -> dict[str, Any]:
+        """Accuracy of every held-out set (share of scored answers with reward 1) with its Wilson interval, and more.
+
+        Returns:
+            "metrics" and "warnings", as `generate` does.
+
+        Raises:
+            RuntimeError: a set without any scored answer.
+        """
         figures: dict[str, float] = {}
+        failures: list[str] = []
         # One set after the other: requests that run together should agree in how they are sampled.
         for number, (one, prompts) in enumerate(self._eval_sets):
             count = min(len(prompts), one.sampling.max_prompts or len(prompts))
@@ -217,7 +241,9 @@ class RolloutManager:
             ]
             await self._run(samples, rollout_id=_EVAL_ID - number, sampling=one.sampling)
             figures |= _eval_metrics(one, samples)
-        return figures
+            failures += [_why_unscored(answer) for answer in samples if answer.reward is None]
+        warnings = self._take_notes() + _shortened([f"{failure}; not counted" for failure in failures])
+        return {"metrics": figures, "warnings": warnings}
 
     async def _run(self, samples: list[Sample], *, rollout_id: int, sampling: Sampling | None = None) -> None:
         """Generate and score, in place."""
@@ -243,7 +269,7 @@ class RolloutManager:
         finished = [sample for sample in samples if sample.status in TRAINABLE_STATUSES]
         await score_samples(
             finished,
-            reward_fn=self._reward,
+            self._reward,
             timeout_s=args.rm_timeout_s,
             concurrency=args.rm_concurrency,
             on_timeout=args.rm_on_timeout,
@@ -312,7 +338,7 @@ def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     lengths = np.array([sample.response_length for sample in samples])
     scored = [sample for sample in samples if sample.reward is not None]
     if not scored:
-        raise RuntimeError(f"no sample of {len(samples)} has a reward; the warnings above name the reason")
+        raise RuntimeError(f"no sample of {len(samples)} has a reward; the first: {_why_unscored(samples[0])}")
     rewards = np.array([sample.reward for sample in scored], dtype=np.float64)
     groups: dict[int, list[float]] = {}
     for sample in scored:
@@ -338,18 +364,33 @@ def _rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _eval_metrics(one: EvalSet, samples: Sequence[Sample]) -> dict[str, float]:
-    right = sum(sample.reward == 1.0 for sample in samples)
-    low, high = wilson_interval(right, len(samples))
+    scored = [sample for sample in samples if sample.reward is not None]
+    if not scored:
+        which, why = one.name or one.path, _why_unscored(samples[0])
+        raise RuntimeError(f"evaluation set {which}: no answer of {len(samples)} has a reward; the first: {why}")
+    right = sum(sample.reward == 1.0 for sample in scored)
+    low, high = wilson_interval(right, len(scored))
     figures = {
-        "accuracy": right / len(samples),
+        "accuracy": right / len(scored),
         "accuracy_low": low,
         "accuracy_high": high,
-        "count": len(samples),
-        "reward_mean": float(np.mean([sample.reward or 0.0 for sample in samples])),
-        "response_length_mean": float(np.mean([sample.response_length for sample in samples])),
-        "truncated_fraction": _share(samples, SampleStatus.TRUNCATED),
+        "count": len(scored),
+        "unscored": len(samples) - len(scored),
+        "reward_mean": float(np.mean([sample.reward or 0.0 for sample in scored])),
+        "response_length_mean": float(np.mean([sample.response_length for sample in scored])),
+        "truncated_fraction": _share(scored, SampleStatus.TRUNCATED),
     }
     return {one.metric(name): value for name, value in figures.items()}
+
+
+def _why_unscored(sample: Sample) -> str:
+    return sample.metadata.get("failure", f"sample {sample.index} is {sample.status.value}")
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    if len(lines) <= _MAX_WARNINGS:
+        return lines
+    return [*lines[: _MAX_WARNINGS - 1], f"... {len(lines) - _MAX_WARNINGS + 1} more samples without a reward"]
 
 
 def _share(samples: Sequence[Sample], status: SampleStatus) -> float:

@@ -11,7 +11,8 @@ from miles.backends.sglang.ports import reserve_port
 from miles.backends.sglang.server import SGLangClient
 from miles.data.sample import Sample, SampleStatus
 from miles.rollout.generation import generate_samples
-from miles.rollout.rewards import load_function, score_samples
+from miles.rollout.reward_calls import RewardFunction
+from miles.rollout.rewards import score_samples
 
 ARGS = SimpleNamespace(
     rollout_seed=42,
@@ -81,10 +82,11 @@ async def test_samples_are_whole_and_scored(sglang_server, make_samples, tokeniz
         assert sample.status is (SampleStatus.COMPLETED if ended else SampleStatus.TRUNCATED)
         assert ended or sample.response_length == 12
         sample.response = tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
-    reward = load_function("miles.rollout.reward_functions.reasoning_gym:score")
+    reward = RewardFunction("miles.rollout.reward_functions.reasoning_gym:score", concurrency=2)
     assert await score_samples(samples, reward, timeout_s=30) == []
     samples[0].response = samples[0].metadata["entry"]["answer"]
     await score_samples(samples[:1], reward, timeout_s=30)
+    reward.close()
     assert samples[0].reward == 1.0
     assert all(0.0 <= sample.reward <= 1.0 for sample in samples)
 

@@ -27,6 +27,12 @@ def test_named_sets_have_sampling_of_their_own() -> None:
     assert aime.metric("accuracy") == "eval/aime/accuracy"
 
 
+def test_two_samplings_of_one_set_add_up() -> None:
+    args = Args.build(eval_prompt_data=["two:t.jsonl"], eval_sampling=["two:temperature=1.0", "two:n_samples=2"])
+    (two,) = args.eval_sets()
+    assert (two.sampling.temperature, two.sampling.n_samples) == (1.0, 2)
+
+
 def test_path_with_a_colon_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a:b").write_text("")

@@ -4,13 +4,19 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from miles.config import Args
+from miles.config.eval_sets import EvalSet, Sampling
+from miles.data.prompts import PromptSource
 from miles.data.sample import Sample, SampleStatus, read_samples
-from miles.ray.rollout.manager import RolloutManager, _prompt_limit, _rollout_metrics
+from miles.ray.rollout.manager import RolloutManager, _eval_metrics, _prompt_limit, _rollout_metrics
+from miles.reporting.wilson import wilson_interval
+from miles.rollout.filters import nonzero_reward_std
+from miles.rollout.groups import GroupSource
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +84,93 @@ def test_figures_of_a_rollout_leave_unscored_samples_out_of_rewards() -> None:
 
 
 def test_rollout_without_any_reward_is_one_line() -> None:
-    with pytest.raises(RuntimeError, match="no sample of 2 has a reward"):
-        _rollout_metrics([sample(0, None), sample(1, None)])
+    late = sample(0, None, metadata={"failure": "reward function judge took more than 1 s on sample 0"})
+    with pytest.raises(RuntimeError, match=r"no sample of 2 has a reward; the first: reward function judge took more"):
+        _rollout_metrics([late, sample(1, None)])
+
+
+EVAL_SET = EvalSet("two", "t.jsonl", Sampling(0.0, 1.0, -1, 1, 8, None))
+
+
+def test_unscored_answers_are_in_no_figure_of_an_evaluation() -> None:
+    answers = [sample(0, 1.0), sample(2, None), sample(4, 0.5), sample(6, None), sample(8, 0.0)]
+    figures = _eval_metrics(EVAL_SET, answers)
+    assert (figures["eval/two/count"], figures["eval/two/unscored"]) == (3, 2)
+    assert figures["eval/two/accuracy"] == pytest.approx(1 / 3)
+    assert (figures["eval/two/accuracy_low"], figures["eval/two/accuracy_high"]) == wilson_interval(1, 3)
+    assert figures["eval/two/reward_mean"] == pytest.approx(0.5)
+
+
+def test_evaluation_without_any_reward_is_one_line_with_the_reason() -> None:
+    aborted = sample(0, None, status=SampleStatus.ABORTED)
+    with pytest.raises(RuntimeError, match=r"evaluation set two: no answer of 1 .*the first: sample 0 is aborted"):
+        _eval_metrics(EVAL_SET, [aborted])
+
+
+class Characters:
+    """A tokenizer of character codes."""
+
+    chat_template = None
+    name_or_path = "characters"
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(c) for c in text] for text in texts]}
+
+
+@pytest.fixture
+def make_manager(tmp_path: Path) -> Any:
+    """make_manager(late, keep=None, **settings) -> a manager whose rewards are 0 and 1, or late for samples `late`."""
+
+    def make(late: set[int], keep: Any = None, **settings: Any) -> RolloutManager:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": "x" * (1 + i)}) + "\n" for i in range(20)))
+        counts = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 1, "overlong_prompts": "drop"}
+        manager = RolloutManager(Args.build(**counts, **settings), [])
+        manager._tokenizer, manager._keep = Characters(), keep
+        manager._pool = SimpleNamespace(busy_seconds=lambda: [0.0], engines=[])
+        manager._source = GroupSource(PromptSource(prompts, tokenizer=Characters()), samples_per_prompt=2)
+        manager._eval_sets = [(EVAL_SET, manager._prompts(str(prompts), 5))]
+
+        async def run(samples: list[Sample], **_: Any) -> None:
+            for one in samples:
+                one.append_response_tokens([7], log_probs=[-1.0])
+                one.status, one.reward = SampleStatus.COMPLETED, float(one.index % 2)
+                if one.index in late:
+                    one.status, one.reward = SampleStatus.FAILED, None
+                    one.metadata["failure"] = f"judge late on sample {one.index}"
+
+        manager._run = run
+        return manager
+
+    return make
+
+
+async def test_late_rewards_of_filtered_groups_are_counted_and_named(make_manager: Any) -> None:
+    settings = {"over_sampling_batch_size": 2, "dynamic_sampling_max_replacements": 8}
+    rollout = await make_manager({1, 2}, nonzero_reward_std, **settings).generate(0)
+    assert rollout["batch"]["sample_indices"] == [4, 5, 6, 7]
+    assert (rollout["metrics"]["rollout/unscored"], rollout["metrics"]["rollout/unscored_replaced"]) == (0, 2)
+    assert rollout["warnings"][1:] == [f"judge late on sample {n}; not trained on" for n in (1, 2)]
+
+
+async def test_late_rewards_are_trained_around_without_a_filter(make_manager: Any) -> None:
+    settings = {"over_sampling_batch_size": 6, "dynamic_sampling_max_replacements": 8}
+    manager = make_manager({1}, **settings)
+    rollout = await manager.generate(0)
+    assert rollout["metrics"]["rollout/unscored"] == 1
+    assert rollout["warnings"][1:] == ["judge late on sample 1; not trained on"]
+    # and nothing was sampled for later, which only a filter gives a use
+    assert (rollout["batch"]["sample_indices"], manager._source.num_leftover) == ([0, 1, 2, 3], 0)
+
+
+async def test_evaluation_names_late_rewards_and_prompts_left_out_once(make_manager: Any) -> None:
+    manager = make_manager({1})
+    evaluated = await manager.evaluate()
+    assert (evaluated["metrics"]["eval/two/count"], evaluated["metrics"]["eval/two/unscored"]) == (4, 1)
+    dropped, late = evaluated["warnings"]
+    assert "15 of 20 prompts are longer than 5 tokens and left out" in dropped
+    assert late == "judge late on sample 1; not counted"
+    assert len((await manager.evaluate())["warnings"]) == 1
 
 
 def write(folder: Path, rollout: int, samples: list[Sample]) -> None:

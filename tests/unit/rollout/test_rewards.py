@@ -1,8 +1,8 @@
 """A reward is a finite number within its time, or one line that names the sample and the function."""
 
 import asyncio
+import inspect
 import logging
-import threading
 import time
 from fractions import Fraction
 
@@ -10,7 +10,32 @@ import numpy as np
 import pytest
 
 from miles.data.sample import Sample, SampleStatus
-from miles.rollout.rewards import load_function, score_samples
+from miles.rollout.rewards import (
+    function_name,
+    load_function,
+    metadata_texts,
+    rewards_of,
+    score_samples,
+    takes_all,
+)
+
+
+class Here:
+    """Calls a function in this process and loop; a time limit is kept where the function awaits."""
+
+    def __init__(self, function):
+        self.function, self.name, self.takes_all = function, function_name(function), takes_all(function)
+
+    async def __call__(self, samples, timeout_s):
+        texts = metadata_texts(samples)
+        value = self.function(samples if self.takes_all else samples[0])
+        if inspect.isawaitable(value):
+            value = await asyncio.wait_for(value, timeout_s)
+        return rewards_of(value, samples, texts, self.function)
+
+
+def score(samples, function, **settings):
+    return score_samples(samples, Here(function), **{"timeout_s": 5, **settings})
 
 
 def make_samples(count: int) -> list[Sample]:
@@ -24,35 +49,21 @@ def index_reward(sample):
     return sample.index
 
 
-async def async_reward(sample):
-    await asyncio.sleep(0)
-    return sample.index
-
-
 def batch_reward(samples):
     return [sample.index for sample in samples]
 
 
-async def async_batch_reward(samples):
-    return [sample.index for sample in samples]
-
-
-class CallableReward:
-    async def __call__(self, sample):
-        return sample.index
-
-
-@pytest.mark.parametrize("reward", [index_reward, async_reward, batch_reward, async_batch_reward, CallableReward()])
-async def test_every_kind_of_function_scores_every_sample(reward):
+@pytest.mark.parametrize("reward", [index_reward, batch_reward])
+async def test_every_sample_is_scored(reward):
     samples = make_samples(5)
-    assert await score_samples(samples, reward, timeout_s=5) == []
+    assert await score(samples, reward) == []
     assert [sample.reward for sample in samples] == [10.0, 11.0, 12.0, 13.0, 14.0]
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
 async def test_every_kind_of_number_is_accepted(value):
     samples = make_samples(1)
-    await score_samples(samples, lambda sample: value, timeout_s=5)
+    await score(samples, lambda sample: value)
     assert samples[0].reward == 1.0 and type(samples[0].reward) is float
 
 
@@ -73,7 +84,7 @@ async def test_no_finite_number_is_refused_with_sample_and_function(value, words
         return value if sample.index == 12 else 0.0
 
     with pytest.raises(ValueError, match=rf"bad_reward returned .*{words}.* sample 12") as caught:
-        await score_samples(make_samples(4), bad_reward, timeout_s=5)
+        await score(make_samples(4), bad_reward)
     assert "\n" not in str(caught.value)
 
 
@@ -83,53 +94,53 @@ async def test_wrong_count_is_refused(count):
         return [0.0] * count
 
     with pytest.raises(ValueError, match=rf"short returned {count} rewards for 3 samples \(10 to 12\)"):
-        await score_samples(make_samples(3), short, timeout_s=5)
+        await score(make_samples(3), short)
 
 
 @pytest.mark.parametrize("value", [1.0, None, "abc"])
 async def test_batch_function_that_returns_no_list_is_refused(value):
     with pytest.raises(ValueError, match="must return a list of 3 rewards"):
-        await score_samples(make_samples(3), lambda samples: value, timeout_s=5)
+        await score(make_samples(3), lambda samples: value)
 
 
-@pytest.mark.parametrize("kind", ["plain", "async", "stop_iteration"])
-async def test_error_inside_the_function_names_sample_and_error(kind):
-    def plain(sample):
-        raise KeyError("gold")
-
-    async def asynchronous(sample):
-        raise KeyError("gold")
-
-    def stop_iteration(sample):
-        return next(iter(()))
-
-    function = {"plain": plain, "async": asynchronous, "stop_iteration": stop_iteration}[kind]
-    error = "StopIteration" if kind == "stop_iteration" else "KeyError: 'gold'"
-    with pytest.raises(ValueError, match=rf"{function.__name__} failed on sample 10: .*{error}"):
-        await score_samples(make_samples(1), function, timeout_s=5)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-async def test_slow_reward_ends_the_round_and_is_named(asynchronous, caplog):
-    def slow(sample):
-        if sample.index == 11:
-            time.sleep(60)
+@pytest.mark.parametrize("written", [np.float32(1), float("nan"), {1, 2}, object()])
+async def test_metadata_that_json_cannot_hold_is_refused_with_sample_and_function(written):
+    def notes(sample):
+        sample.metadata["why"] = written
         return 1.0
 
-    async def slow_async(sample):
-        if sample.index == 11:
-            await asyncio.sleep(60)
+    with pytest.raises(ValueError, match=r"notes wrote to the metadata of sample 10 what JSON cannot hold: "):
+        await score(make_samples(1), notes, on_error="drop")
+
+
+async def test_metadata_that_was_there_before_is_no_fault_of_the_function():
+    samples = make_samples(1)
+    samples[0].metadata["given"] = float("nan")
+    assert await score(samples, index_reward) == []
+
+
+async def test_error_inside_the_function_names_sample_and_error():
+    def fails(sample):
+        raise KeyError("gold")
+
+    with pytest.raises(ValueError, match=r"fails failed on sample 10: KeyError: 'gold'"):
+        await score(make_samples(1), fails)
+
+
+async def test_slow_reward_ends_the_round_and_is_named(caplog):
+    async def slow(sample):
+        await asyncio.sleep(60 if sample.index == 11 else 0)
         return 1.0
 
     samples = make_samples(3)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        late = await score_samples(samples, slow_async if asynchronous else slow, timeout_s=0.3)
+        late = await score(samples, slow, timeout_s=0.1)
     assert time.monotonic() - began < 5
     assert late == [samples[1]]
     assert [sample.reward for sample in samples] == [1.0, None, 1.0]
     assert samples[1].status is SampleStatus.FAILED
-    assert "sample 11" in caplog.text and "more than 0.3 s" in caplog.text
+    assert "sample 11" in caplog.text and "more than 0.1 s" in caplog.text
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -144,7 +155,7 @@ async def test_failing_reward_may_drop_its_samples_and_is_named(together, caplog
 
     samples = make_samples(2)
     with caplog.at_level(logging.WARNING):
-        unscored = await score_samples(samples, fails_for_all if together else fails, timeout_s=5, on_error="drop")
+        unscored = await score(samples, fails_for_all if together else fails, on_error="drop")
     assert unscored == (samples if together else samples[1:])
     assert samples[1].status is SampleStatus.FAILED and samples[1].reward is None
     assert "failed on sample 11: ConnectionError: judge unreachable" in samples[1].metadata["failure"]
@@ -160,45 +171,54 @@ async def test_late_reward_may_stop_the_run(together):
         await asyncio.sleep(60)
 
     with pytest.raises(ValueError, match=r"took more than 0.1 s on sample 10"):
-        await score_samples(make_samples(1), slow_together if together else slow, timeout_s=0.1, on_timeout="stop")
+        await score(make_samples(1), slow_together if together else slow, timeout_s=0.1, on_timeout="stop")
+
+
+@pytest.mark.parametrize(("concurrency", "limit"), [(64, 2.0), (5, 2.0), (4, 4.0), (2, 6.0), (1, 10.0)])
+async def test_function_of_all_samples_has_the_limit_of_as_many_rounds_as_single_calls_take(concurrency, limit):
+    limits = []
+
+    class Recorded(Here):
+        async def __call__(self, samples, timeout_s):
+            limits.append(timeout_s)
+            return await super().__call__(samples, timeout_s)
+
+    await score_samples(make_samples(5), Recorded(batch_reward), timeout_s=2.0, concurrency=concurrency)
+    assert limits == [limit]
 
 
 @pytest.mark.parametrize("policy", ["drop", "stop"])
 async def test_wrong_value_stops_whatever_the_policy(policy):
     with pytest.raises(ValueError, match="returned None"):
-        await score_samples(make_samples(1), lambda sample: None, timeout_s=5, on_timeout=policy, on_error=policy)
+        await score(make_samples(1), lambda sample: None, on_timeout=policy, on_error=policy)
 
 
 async def test_time_of_waiting_for_a_turn_is_not_counted():
-    samples = make_samples(6)
-
-    def takes_a_while(sample):
-        time.sleep(0.15)
+    async def takes_a_while(sample):
+        await asyncio.sleep(0.05)
         return 1.0
 
-    assert await score_samples(samples, takes_a_while, timeout_s=0.6, concurrency=1) == []
+    assert await score(make_samples(4), takes_a_while, timeout_s=0.15, concurrency=1) == []
 
 
 async def test_no_more_than_the_allowed_number_run_at_once():
-    running, most, lock = 0, 0, threading.Lock()
+    running, most = 0, 0
 
-    def count(sample):
+    async def count(sample):
         nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.02)
-        with lock:
-            running -= 1
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
         return 0.0
 
-    await score_samples(make_samples(12), count, timeout_s=5, concurrency=3)
+    await score(make_samples(12), count, concurrency=3)
     assert most == 3
 
 
 async def test_no_samples_need_no_scores():
-    assert await score_samples([], index_reward, timeout_s=1) == []
-    assert await score_samples([], batch_reward, timeout_s=1) == []
+    assert await score([], index_reward) == []
+    assert await score([], batch_reward) == []
 
 
 @pytest.fixture

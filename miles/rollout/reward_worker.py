@@ -1,0 +1,71 @@
+"""A process that calls one plain reward function: what holds the function up can be ended with it.
+
+`miles.rollout.reward_calls` starts it. Over a socket it gets the function's path, and answers once that is imported;
+then each request is a list of samples. An answer is a kind and what belongs to it:
+
+    ("ready",)  ("scored", rewards, metadata of each sample)  ("late",)
+    ("refused", line)  ("failed", error in one line, traceback)
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import traceback
+from typing import Any, BinaryIO
+
+from miles.data.sample import Sample
+from miles.rollout.rewards import BadReward, Function, describe, load_function, metadata_texts, rewards_of, takes_all
+
+HEADER = struct.Struct("!Q")
+"""Length of the pickle that follows it."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the socket `descriptor` until its other end closes; the kernel ends this process with `parent`."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == parent:
+        with socket.socket(fileno=descriptor) as ours, ours.makefile("rwb") as stream:
+            _serve(stream)
+    # The function may have left threads that would keep this process.
+    os._exit(0)
+
+
+def _serve(stream: Any) -> None:
+    path, flag = _receive(stream)
+    try:
+        function = load_function(path, flag=flag)
+    except ValueError as error:
+        _send(stream, pickle.dumps(("refused", str(error))))
+        return
+    _send(stream, pickle.dumps(("ready",)))
+    while (samples := _receive(stream)) is not None:
+        _send(stream, _answer(function, samples))
+
+
+def _answer(function: Function, samples: list[Sample]) -> bytes:
+    try:
+        texts = metadata_texts(samples)
+        value = function(samples if takes_all(function) else samples[0])
+        rewards = rewards_of(value, samples, texts, function)
+        return pickle.dumps(("scored", rewards, [sample.metadata for sample in samples]))
+    except BadReward as error:
+        return pickle.dumps(("refused", str(error)))
+    except TimeoutError:
+        return pickle.dumps(("late",))
+    except BaseException as error:
+        return pickle.dumps(("failed", describe(error), traceback.format_exc()))
+
+
+def _receive(stream: BinaryIO) -> Any:
+    header = stream.read(HEADER.size)
+    return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
+
+
+def _send(stream: BinaryIO, answer: bytes) -> None:
+    stream.write(HEADER.pack(len(answer)) + answer)
+    stream.flush()
