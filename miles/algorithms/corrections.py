@@ -1,8 +1,9 @@
 """Corrections for tokens that another policy than the one trained from has sampled: weights and masks, all constant.
 
 The mismatch of a token is the log-ratio of pi_old, the trainer's own probability under the weights that the rollout
-began with, to pi_b, what the engine sampled with. The CURRENT policy never enters a weight: where the engine agrees
-with the trainer every weight is exactly 1, however far the update has gone. A token that is rejected contributes
+began with, to pi_b, the engine's at the sampling temperature, before top-p and top-k: where these cut, it is not what
+sampled. The CURRENT policy never enters a weight: where the engine agrees with the trainer every weight is exactly 1,
+however far the update has gone. A token that is rejected contributes
 nothing and stays in every denominator.
 
 Suffixes: T response tokens of whole rows laid end to end, B rows.

@@ -1,8 +1,11 @@
 """Per-token estimators of KL(pi || pi_ref) from the log-probabilities of sampled tokens, and their coefficient.
 
-They are estimates of the VALUE, fit for a penalty in the reward. As a loss what counts is their expected gradient on
-the policy's own samples: that of k2 is the KL's, that of k1 is 0, that of k3 and low_var_kl is the one of KL(pi_ref ||
-pi). "unbiased" has the KL's on samples of an older policy as well.
+k1 and k3 are unbiased estimates of the VALUE. What trains is an expected gradient, on the policy's own samples:
+
+* as a penalty k in the reward, a constant, it is E[k grad log pi]: that of k1 is the KL's; that of k3 is grad KL(pi ||
+  pi_ref) - grad KL(pi_ref || pi), near the reference next to nothing, and that of k2 is of second order there as well;
+* as a loss it is E[grad k]: that of k2 is the KL's, that of k1 is 0, that of k3 and low_var_kl is the one of KL(pi_ref
+  || pi). "unbiased" has the KL's on samples of an older policy as well.
 """
 
 from dataclasses import dataclass

@@ -313,7 +313,9 @@ def _derived_values(args: Args) -> dict[str, tuple[Any, str]]:
         own = is_hook(args.advantage_estimator)
         derived["use_critic"] = (not own if needed is None else needed, "advantage_estimator")
     if args.ratio_correction == "mis" and args.mis_low is None:
-        derived["mis_low"] = (1.0 / args.mis_high, "mis_high")
+        # Truncation has no lower bound: one above the upper would be nobody's mistake.
+        low = 1.0 / args.mis_high
+        derived["mis_low"] = (min(low, args.mis_high) if args.mis_mode == "truncate" else low, "mis_high")
     if args.loss_agg_mode == "seq-mean-token-sum-norm" and args.loss_agg_length is None:
         derived["loss_agg_length"] = (args.rollout_max_response_len, "rollout_max_response_len")
     if args.over_sampling_batch_size is None:

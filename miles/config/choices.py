@@ -84,7 +84,7 @@ CORRECTIONS: dict[str, frozenset[str]] = {
     "icepop": frozenset({"icepop_low", "icepop_high"}),
     "mis": frozenset(
         {"mis_level", "mis_mode", "mis_low", "mis_high", "mis_reject_low", "mis_reject_high", "mis_veto"}
-        | {"mis_batch_normalize"}
+        | {"mis_reject_level", "mis_batch_normalize"}
     ),
 }
 """Corrections for the distance of trainer and engine, each with its own settings."""

@@ -367,8 +367,9 @@ class AlgorithmGroup(Group):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field(
             "token-mean",
-            description="How token losses become one: mean over all tokens of the batch, mean over sequences of their "
-            "sums or means, or sums over the constant --loss-agg-length. Denominators are global.",
+            description="How the actor's token losses become one: mean over all tokens of the batch, mean over "
+            "sequences of their sums or means, or sums over the constant --loss-agg-length. Denominators are global. "
+            "The critic's is always the mean over tokens.",
         )
     )
     loss_agg_length: Positive | None = Field(
@@ -395,11 +396,14 @@ class AlgorithmGroup(Group):
         "fixed", description="Whether --kl-coef stays, or follows the measured KL to --kl-target."
     )
     kl_target: PositiveFloat = Field(0.1, description="KL per token that the adaptive controller aims at.")
-    kl_horizon: PositiveFloat = Field(10000.0, description="Samples over which the adaptive controller acts.")
+    kl_horizon: PositiveFloat = Field(
+        10000.0,
+        description="Samples over which the adaptive controller acts, more than a fifth of a rollout's.",
+    )
     use_kl_loss: bool = Field(False, description="Add the KL to the reference model to the loss.")
     kl_loss_coef: NonNegativeFloat = Field(0.0, description="Weight of the KL in the loss.")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
-        "k1", description="Estimator of the KL, in the reward or in the loss."
+        "k1", description="Estimator of the KL: in the reward k1 alone has the KL's gradient, in the loss k2 alone."
     )
     use_unbiased_kl: bool = Field(
         False, description="Weigh the KL in the loss, a k3, by the ratio to the policy that sampled."
@@ -421,12 +425,18 @@ class AlgorithmGroup(Group):
     )
     mis_high: PositiveFloat = Field(2.0, description="Upper bound of the weights of mis.")
     mis_reject_low: NonNegativeFloat | None = Field(
-        None, description="Sequences whose mis weight lies below are left out (unset: none)."
+        None, description="What has a ratio of --mis-reject-level below this is left out (unset: nothing)."
     )
     mis_reject_high: PositiveFloat | None = Field(
-        None, description="Sequences whose mis weight lies above are left out (unset: none)."
+        None, description="What has a ratio of --mis-reject-level above this is left out (unset: nothing)."
     )
-    mis_veto: NonNegativeFloat | None = Field(
+    mis_reject_level: Literal["token", "sequence", "geometric"] | None = Field(
+        None,
+        description="Whose ratio --mis-reject-low and --mis-reject-high bound: each token's, which leaves out that "
+        "token alone, the product over a sequence, or its geometric mean (unset: --mis-level, sequence where that is "
+        "token).",
+    )
+    mis_veto: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         1e-4, description="A token with a ratio below this leaves its whole sequence out; null: no veto."
     )
     mis_batch_normalize: bool = Field(False, description="Scale the weights of mis to a mean of 1 over the batch.")

@@ -424,6 +424,8 @@ def _objective(args: Args) -> Iterator[str]:
         if below is not None and below > above:
             yield f"{flag_of(low)} {below} is above {flag_of(high)} {above}"
     below, above = args.mis_reject_low, args.mis_reject_high
+    if correction == "mis" and below is None and above is None:
+        yield from _unread(args, {"mis_reject_level"}, "without --mis-reject-low or --mis-reject-high")
     if below is not None and above is not None and below > above:
         yield f"--mis-reject-low {below} is above --mis-reject-high {above}"
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
@@ -445,6 +447,14 @@ def _kl(args: Args) -> Iterator[str]:
         yield from _unread(args, {"kl_target", "kl_horizon"}, "with --kl-controller fixed")
     elif args.kl_coef == 0:
         yield "--kl-controller adaptive adapts --kl-coef, which must be above 0"
+    elif args.rollout_batch_size is not None:
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        # One rollout's factor is at least 1 - .2 samples / horizon, and a coefficient of 0 never moves again.
+        if 5 * args.kl_horizon <= samples:
+            yield (
+                f"--kl-horizon {args.kl_horizon} must exceed a fifth of the {samples} samples of a rollout "
+                "(--rollout-batch-size x --n-samples-per-prompt): a single one may take the coefficient to 0 for good"
+            )
     if args.use_unbiased_kl and args.kl_loss_type != "k3":
         yield f"--use-unbiased-kl weighs k3: --kl-loss-type {args.kl_loss_type} does not go with it"
 
@@ -635,6 +645,8 @@ def _warnings(args: Args, entry: Entry) -> Iterator[str]:
     if args.use_kl_loss and args.kl_loss_type != "k2" and not args.use_unbiased_kl:
         what = "has an expected gradient of zero" if args.kl_loss_type == "k1" else "has a biased gradient"
         yield f"--kl-loss-type {args.kl_loss_type} in the loss {what}: on samples of the policy itself k2 has the KL's"
+    if entry == "train" and not args.rollout_only:
+        yield from _learning_otherwise(args)
     rollouts = 0 if entry == "train_value" or args.rollout_only or args.canary_one_step else args.num_rollout or 0
     if args.save_interval is None and rollouts > _FEW_ROLLOUTS:
         yield (
@@ -645,6 +657,46 @@ def _warnings(args: Args, entry: Entry) -> Iterator[str]:
         yield "--bf16 on a CPU is two to three times slower than float32"
     if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
         yield "--n-samples-per-eval-prompt above 1 with --eval-temperature 0 repeats the same greedy answer"
+
+
+def _learning_otherwise(args: Args) -> Iterator[str]:
+    """Settings with which the run learns something else than their names say."""
+    objective, mode = args.policy_objective, args.loss_agg_mode
+    if args.kl_coef > 0 and args.kl_loss_type != "k1":
+        yield (
+            f"--kl-loss-type {args.kl_loss_type} in the reward (--kl-coef) hardly pulls towards the reference: there "
+            "only k1 has the KL's gradient"
+        )
+    if objective == "gspo" and mode != "seq-mean-token-mean":
+        yield (
+            f"--policy-objective gspo with --loss-agg-mode {mode} weighs sequences by their length: its paper takes "
+            "the mean of sequences, --loss-agg-mode seq-mean-token-mean"
+        )
+    if args.advantage_estimator == "dr_grpo" and mode in ("token-mean", "seq-mean-token-mean"):
+        yield (
+            f"--advantage-estimator dr_grpo with --loss-agg-mode {mode} keeps the bias by length that it is meant to "
+            "avoid: its paper divides by a constant, --loss-agg-mode seq-mean-token-sum-norm"
+        )
+    old_is_current = args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and objective != "sao_dis"
+    if old_is_current:
+        because = "with one step per rollout, where the old policy is the current one"
+        yield from _unread(args, {"eps_clip", "eps_clip_high", "eps_clip_c"}, because)
+        if objective in ("gspo", "cispo"):
+            yield f"--policy-objective {objective} has the gradient of ppo {because}"
+    if args.has_critic and args.num_critic_epochs * args.num_steps_per_rollout == 1:
+        because = "with one critic update per rollout, where the old values are the current ones"
+        yield from _unread(args, {"value_clip"}, because)
+    filters = [
+        f"{flag_of(name)} {getattr(args, name)}"
+        for name, cuts in (("rollout_top_p", args.rollout_top_p < 1), ("rollout_top_k", args.rollout_top_k > 0))
+        if cuts
+    ]
+    reads_engine = args.ratio_correction != "none" or objective in OF_ROLLOUT_ENGINE or args.use_unbiased_kl
+    if filters and args.load_rollouts is None and (reads_engine or args.use_rollout_logprobs):
+        yield (
+            f"{' and '.join(filters)}: the engine's log-probabilities are those before the cut, so ratios to the "
+            "policy that sampled are too large, by one over the probability that the cut leaves"
+        )
 
 
 def _nearest_existing(path: Path) -> Path:

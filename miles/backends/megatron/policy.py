@@ -27,8 +27,8 @@ def correction_of(args: Any) -> Correction | None:
     rejection: dict[str, Any] = {}
     if args.mis_reject_low is not None or args.mis_reject_high is not None:
         rejection = {
-            # What is rejected is a whole sequence, whatever the level of the weights.
-            "reject_level": "sequence" if args.mis_level == "token" else args.mis_level,
+            # Unless asked for, what is rejected is a whole sequence, whatever the level of the weights.
+            "reject_level": args.mis_reject_level or ("sequence" if args.mis_level == "token" else args.mis_level),
             "reject_low": 0.0 if args.mis_reject_low is None else args.mis_reject_low,
             "reject_high": _NO_BOUND if args.mis_reject_high is None else args.mis_reject_high,
         }

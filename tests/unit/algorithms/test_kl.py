@@ -39,6 +39,24 @@ def test_kl_estimate_expected_gradient_as_a_loss(kind, gradient):
     torch.testing.assert_close(expectation(kind)[1], torch.tensor(gradient, dtype=torch.float64), rtol=0, atol=6e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "gradient"),
+    [
+        ("k1", [0.2557, -0.1950, -0.0607]),
+        ("k2", [0.0534, 0.0050, -0.0584]),
+        ("k3", [0.0327, 0.0206, -0.0533]),
+        ("low_var_kl", [0.0327, 0.0206, -0.0533]),
+    ],
+)
+def test_kl_estimate_expected_gradient_as_a_penalty_in_the_reward(kind, gradient):
+    # E[k grad log pi], exactly: pi_i (k_i - E k) by logit; only k1 has that of the KL, [.2557, -.1950, -.0607]
+    logits = LOGITS.clone().requires_grad_()
+    log_probs = torch.log_softmax(logits, dim=0)
+    penalty = kl_estimate(log_probs=log_probs.float(), ref_log_probs=REF, loss_mask=torch.ones(3), kind=kind).detach()
+    (log_probs.exp().detach() * penalty * log_probs).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor(gradient, dtype=torch.float64), rtol=0, atol=6e-5)
+
+
 def test_kl_estimate_nan_outside_the_mask_is_zero_inside_surfaces():
     nan = torch.tensor([float("nan"), -1.0])
     for kind in ("k1", "k2", "k3"):

@@ -148,6 +148,7 @@ def test_sizes_of_a_role_multiply_its_own_layout() -> None:
         ("device", "tpu"),
         ("gamma", 1.01),
         ("rollout_top_p", 0.0),
+        ("mis_veto", 1.0),
         ("value_reward_range", [0.0, 1.0, 2.0]),
         ("rollout_stop_token_ids", [1, -1]),
         ("value_pretrain_manifest_sha256", "A" * 64),

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from miles.config import Args
 from miles.config.rules import _size, check
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def problems(settings: dict[str, Any], entry: Any) -> list[str]:
@@ -212,6 +215,10 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"ratio_correction": "mis", "mis_low": 0.1}, "--mis-low has no effect with --mis-mode truncate"),
     (
+        {"ratio_correction": "mis", "mis_reject_level": "geometric"},
+        "--mis-reject-level has no effect without --mis-reject-low or --mis-reject-high",
+    ),
+    (
         {"policy_objective": "sao_dis", "use_rollout_logprobs": True, "use_opsm": True},
         "--policy-objective sao_dis weighs tokens itself: --use-opsm excludes it",
     ),
@@ -245,6 +252,11 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ({"kl_coef": 0.1, "ref_load": "/no/ref"}, "--ref-load /no/ref: no such folder"),
     ({"kl_coef": 0.1, "kl_target": 0.2}, "--kl-target has no effect with --kl-controller fixed"),
     ({"kl_controller": "adaptive"}, "--kl-controller adaptive adapts --kl-coef, which must be above 0"),
+    (
+        # 8 samples a rollout: at 1.6 the factor of one may be 1 - .2 x 8 / 1.6 = 0.
+        {"kl_coef": 0.1, "kl_controller": "adaptive", "kl_horizon": 1.6},
+        "--kl-horizon 1.6 must exceed a fifth of the 8 samples of a rollout",
+    ),
     *(
         (
             {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind, "use_unbiased_kl": True},
@@ -774,6 +786,64 @@ def test_kl_loss_whose_gradient_is_not_the_kls_is_warned_of_once(
     (line,) = check(Args.build(**online, **loss), entry="train")
     assert words in line
     assert check(Args.build(**online, **(loss | {"kl_loss_type": "k2"})), entry="train") == []
+
+
+_TWO_STEPS = {"num_steps_per_rollout": 2}
+_KL_IN_REWARD = {"kl_coef": 0.1, "kl_loss_type": "k3"}
+_GSPO = _TWO_STEPS | {"policy_objective": "gspo"}
+_DR_GRPO = {"advantage_estimator": "dr_grpo"}
+_CUT = {"rollout_top_p": 0.7, "rollout_top_k": 50}
+_CUT_WARNING = "--rollout-top-p 0.7 and --rollout-top-k 50: the engine's log-probabilities are those before the cut"
+
+
+@pytest.mark.parametrize(
+    ("settings", "warnings"),
+    [
+        (_KL_IN_REWARD, ["--kl-loss-type k3 in the reward (--kl-coef) hardly pulls"]),
+        (_KL_IN_REWARD | {"kl_loss_type": "k1"}, []),
+        (_GSPO, ["--policy-objective gspo with --loss-agg-mode token-mean weighs sequences by their length"]),
+        (_GSPO | {"loss_agg_mode": "seq-mean-token-mean"}, []),
+        (_DR_GRPO, ["--advantage-estimator dr_grpo with --loss-agg-mode token-mean keeps the bias by length"]),
+        (_DR_GRPO | {"loss_agg_mode": "seq-mean-token-sum-norm"}, []),
+        (
+            {"eps_clip": 0.2, "eps_clip_c": 3.0},
+            ["--eps-clip has no effect with one step per rollout", "--eps-clip-c has no effect with one step"],
+        ),
+        (_TWO_STEPS | {"eps_clip": 0.2, "eps_clip_c": 3.0}, []),
+        ({"use_rollout_logprobs": True, "eps_clip": 0.1}, []),
+        ({"policy_objective": "cispo"}, ["--policy-objective cispo has the gradient of ppo with one step"]),
+        ({"value_clip": 0.1}, ["--value-clip has no effect with one critic update per rollout"]),
+        ({"value_clip": 0.1, "num_critic_epochs": 2}, []),
+        (_CUT, []),
+        (_CUT | {"ratio_correction": "tis"}, [_CUT_WARNING]),
+        (_TWO_STEPS | _CUT | {"policy_objective": "decoupled_ppo"}, [_CUT_WARNING]),
+        (_CUT | {"use_rollout_logprobs": True}, [_CUT_WARNING]),
+        ({"ratio_correction": "tis"}, []),
+        (_GSPO | {"rollout_only": True, "save": None}, []),
+        ({"ratio_correction": "mis", "mis_high": 0.5}, []),
+    ],
+)
+def test_setting_that_learns_something_else_than_it_says_is_warned_of(
+    online: dict[str, Any], settings: dict[str, Any], warnings: list[str]
+) -> None:
+    settings = online | settings
+    sources = {name: "flag" if name.startswith(("eps_clip", "value_clip")) else "file:run.yaml" for name in settings}
+    lines = check(Args.from_values(settings, sources), entry="train")
+    assert len(lines) == len(warnings)
+    assert all(line.startswith(start) for line, start in zip(lines, warnings, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["quickstart/quickstart.yaml", "smollm2/smollm2.yaml"])
+def test_recipes_print_no_warning_for_what_they_set(online: dict[str, Any], plan: str) -> None:
+    stages = yaml.safe_load((EXAMPLES / plan).read_text())
+    paths = {name: online[name] for name in ("hf_checkpoint", "prompt_data", "custom_rm_path", "save")}
+    for name in ("online_rl", "online_canary"):
+        if name in stages:
+            settings = stages["common"] | stages[name]["settings"] | paths | {"rollout_max_prompt_len": None}
+            settings |= {"rollout_max_response_len": 6}
+            if "eval_prompt_data" in settings:
+                settings["eval_prompt_data"] = online["prompt_data"]
+            assert check(Args.from_values(settings, dict.fromkeys(settings, "file:run.yaml")), entry="train") == []
 
 
 def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:

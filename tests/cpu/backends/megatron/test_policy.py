@@ -73,6 +73,10 @@ def test_policy_loss_of_flags(settings: dict[str, Any], expected: dict[str, Any]
             ),
         ),
         (
+            {"ratio_correction": "mis", "mis_reject_high": 1.001, "mis_reject_level": "geometric", "mis_high": 0.5},
+            Correction(low=0.5, high=0.5, reject_level="geometric", reject_low=0.0, reject_high=1.001, veto=1e-4),
+        ),
+        (
             {"ratio_correction": "mis", "mis_level": "geometric", "mis_reject_high": 1.001},
             Correction(
                 level="geometric", low=0.5, reject_level="geometric", reject_low=0.0, reject_high=1.001, veto=1e-4
