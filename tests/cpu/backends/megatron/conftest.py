@@ -102,7 +102,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
 
 @pytest.fixture(scope="session")
 def batch() -> dict[str, Any]:
-    """Eight rows of different lengths, with masked tokens and every column a worker reads."""
+    """Eight rows of different lengths, with masked tokens and every column a worker reads.
+
+    Two responses end with token 0, which is also what lines are filled up with (faults.md row 5).
+    """
     import numpy as np
 
     draw = np.random.default_rng(7)
@@ -113,6 +116,8 @@ def batch() -> dict[str, Any]:
         mask = [1] * response
         mask[0] = row % 2
         columns["tokens"].append(draw.integers(0, 150, length).tolist())
+        if row in (2, 5):
+            columns["tokens"][-1][-1] = 0
         columns["response_lengths"].append(response)
         columns["loss_masks"].append(mask)
         columns["sample_indices"].append(100 + row)

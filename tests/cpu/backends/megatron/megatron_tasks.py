@@ -114,6 +114,8 @@ def train(
             worker.save_model(iteration)
     read = worker.compute_values(shard) if role == "critic" else worker.compute_log_probs(shard)
     result = {"start": start, "metrics": metrics, "weights": weights(worker), "read": read}
+    if worker._reference is not None:
+        result["reference"] = worker.compute_ref_log_probs(shard)
     worker.close()
     return result
 

@@ -156,6 +156,39 @@ def test_resume_with_another_learning_rate_runs_at_the_new_one(
     assert resumed["metrics"][0]["lr"] == 3e-3
 
 
+@pytest.mark.parametrize("layout", [{}, TP2], ids=["tp1", "tp2"])
+def test_reference_of_an_earlier_step_leaks_into_no_later_load(
+    layout: dict[str, Any], ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
+) -> None:
+    # faults.md row 39: the reference's step is not the actor's; row 40: what engines get is the actor, also where
+    # nothing was trained since the resume
+    root, world_size = tmp_path / "ckpt", 2 if layout else 1
+    base = {"hf_checkpoint": model_folder("llama", tied=True), "lr": 1e-2, "save": str(root), **layout}
+    arguments: dict[str, Any] = {"ranks": ranks, "batch": batch, "world_size": world_size}
+    early = sft(**arguments, settings=base, steps=1, save_at=(1,))
+    late = sft(**arguments, settings=base | {"load": str(root)}, steps=2, save_at=(3,))
+    referring = base | {"load": str(root), "ref_load": str(root / "iter_0000001")}
+    referring |= {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+    def log_probs(results: list[dict[str, Any]], column: str) -> np.ndarray:
+        read = next(result[column] for result in results if result[column] is not None)
+        return np.concatenate([read[index] for index in batch["sample_indices"]])
+
+    def assert_resumed(found: list[dict[str, Any]], start: int, expected: list[dict[str, Any]]) -> None:
+        assert {result["start"] for result in found} == {start}
+        # what is gathered for the engines, what the actor reads, what the reference reads
+        assert_equal_bits(all_weights(found), all_weights(expected))
+        for column, source, other in (("read", expected, early), ("reference", early, expected)):
+            ours = log_probs(found, column)
+            np.testing.assert_allclose(ours, log_probs(source, "read"), atol=2e-6)
+            assert np.abs(ours - log_probs(other, "read")).max() > 1e-2
+
+    assert_resumed(sft(**arguments, settings=referring, steps=0), 3, late)
+    on = sft(**arguments, settings=referring, steps=1, save_at=(4,))
+    assert (root / "latest").read_text() == "iter_0000004\n"
+    assert_resumed(sft(**arguments, settings=referring, steps=0), 4, on)
+
+
 def save_actor(ranks: Any, batch: dict[str, Any], model: str, root: Path) -> tuple[str, dict[str, np.ndarray]]:
     settings = {"hf_checkpoint": model, **ACTOR, "save": str(root)}
     (result,) = sft(ranks, batch, settings, steps=1, save_at=(1,))
@@ -340,16 +373,26 @@ def test_critic_resumes_with_its_head_and_refuses_another_head(
 def test_load_weights_only_starts_a_fresh_optimizer(
     role: str, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any], tmp_path: Path
 ) -> None:
-    # faults.md row 43: a warm start keeps the weights, takes this run's learning rate and begins at step 0
+    # faults.md row 43: a warm start keeps the weights, takes this run's learning rate and begins at step 0; Adam's
+    # first update from nothing is the learning rate in every weight, with moments of other rows it is not
     prefix = "critic_" if role == "critic" else ""
     settings = {"hf_checkpoint": model_folder("llama", tied=True), f"{prefix}lr_warmup_iters": 4}
-    arguments: dict[str, Any] = {"world_size": 1, "batch": batch}
-    run_role(ranks, role, settings=settings | {"save": str(tmp_path)}, steps=1, save_at=(1,), **arguments)
+    halves = [{name: column[rows] for name, column in batch.items()} for rows in (slice(4), slice(4, None))]
+    saving = settings | {"save": str(tmp_path)}
+    (seed,) = run_role(ranks, role, settings=saving, steps=1, save_at=(1,), world_size=1, batch=halves[0])
     again = settings | {"load": str(tmp_path)}
+    arguments: dict[str, Any] = {"world_size": 1, "batch": halves[1]}
     rate = {f"{prefix}lr": 4e-3}
+
+    def share_moved_by_the_rate(run: dict[str, Any]) -> float:
+        moved = np.concatenate([np.abs(w - seed["weights"][name]).ravel() for name, w in run["weights"].items()])
+        moved = moved[moved > 0] / run["metrics"][0]["lr"]
+        return float((np.abs(moved - 1) < 0.01).mean())
+
     (fresh,) = run_role(ranks, role, settings=again | rate, steps=1, weights_only=True, **arguments)
     (resumed,) = run_role(ranks, role, settings=again | rate, steps=1, **arguments)
     assert (fresh["start"], resumed["start"]) == (1, 1)
     assert fresh["metrics"][0]["lr"] == pytest.approx(1e-3)
     assert resumed["metrics"][0]["lr"] == pytest.approx(2e-3)
     assert fresh["metrics"][0]["loss"] == resumed["metrics"][0]["loss"]
+    assert share_moved_by_the_rate(fresh) > 0.9 > 0.5 > share_moved_by_the_rate(resumed)
