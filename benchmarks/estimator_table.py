@@ -88,7 +88,9 @@ def estimators(reference: Any, batch: dict[str, Any]) -> Iterator[tuple[str, str
     centred = reference.outcome_advantages("dr_grpo", rewards, batch["group_indices"])
     centred_to_go = [reference.reward_to_go(p, m, gamma, c) for p, m, c in zip(penalties, masks, centred, strict=True)]
     white, _ = found("reinforce_plus_plus_baseline", gamma=gamma, kl_coef=kl_coef)
-    expected = reference.whiten_rows(centred_to_go, masks)
+    groups = batch["group_indices"]
+    with_siblings = [mask * (groups.count(group) > 1) for group, mask in zip(groups, masks, strict=True)]
+    expected = reference.whiten_rows(centred_to_go, with_siblings)
     yield "reinforce_plus_plus_baseline", "double loop, whitened", white, expected
     for name in ("grpo", "dr_grpo", "rloo"):
         totals = [r + (p * m).sum() for p, _, m, r in rows]

@@ -28,7 +28,7 @@ from miles.algorithms.whitening import whiten
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
-    """Settings of an estimator; which of them it reads is in its `AdvantageEstimator.options`.
+    """Settings of an estimator; which of them each reads is in `miles.config.choices`.
 
     Raises:
         ValueError: gamma or a lambda outside [0, 1], a negative or non-finite `kl_coef`, an unknown mode.
@@ -401,9 +401,10 @@ def compute_advantages_and_returns(
 # -------------------------------------------------------------------- estimators
 
 
-def _whiten(x_A: np.ndarray) -> np.ndarray:
+def _whiten(x_A: np.ndarray, *, only_A: np.ndarray | None = None) -> np.ndarray:
+    """`x_A` whitened, over those of `only_A` where it is given; the others become 0."""
     x = torch.as_tensor(x_A, dtype=torch.float64)
-    return whiten(x, mask=torch.ones_like(x)).numpy()
+    return whiten(x, mask=torch.ones_like(x) if only_A is None else torch.from_numpy(only_A)).numpy()
 
 
 def _gae(batch: AdvantageBatch, options: AdvantageOptions, lam_N: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -446,7 +447,9 @@ def estimate_gae_adaptive(batch: AdvantageBatch, options: AdvantageOptions) -> t
 
 @register_advantage_estimator("monte_carlo")
 def estimate_monte_carlo(batch: AdvantageBatch, options: AdvantageOptions) -> tuple[np.ndarray, np.ndarray]:
-    """Discounted reward to go, minus the critic's value where the batch has one (then it is GAE with lambda 1)."""
+    """Discounted reward to go, minus the critic's value where the batch has one: then it is GAE with lambda 1, but for
+    segments of a compacted trajectory with gamma below 1, where GAE decays the value too.
+    """
     return_A = batch.monte_carlo(batch.rewards_N, options.gamma)
     return (return_A - batch.values_A if "values" in batch else return_A), return_A
 
@@ -512,10 +515,13 @@ def estimate_reinforce_plus_plus_baseline(
 ) -> tuple[np.ndarray, np.ndarray]:
     """As reinforce_plus_plus, with the group's mean reward subtracted before the discounting and whitening.
 
+    A trajectory whose siblings were lost gets 0 and is not whitened over.
+
     Raises:
         ValueError: every group has one member.
     """
     rewards = GroupedRewards(batch.of_trajectories(batch.rewards_N, "reward"), batch.group_M)
     rewards.require_siblings("reinforce_plus_plus_baseline")
     centred_A = batch.monte_carlo(rewards.centred_M[batch.trajectory_N], options.gamma)
-    return _whiten(centred_A), batch.monte_carlo(batch.rewards_N, options.gamma)
+    siblings_A = batch.on_tokens(rewards.size_M > 1)
+    return _whiten(centred_A, only_A=siblings_A), batch.monte_carlo(batch.rewards_N, options.gamma)

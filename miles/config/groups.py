@@ -474,7 +474,9 @@ class ValueHeadGroup(Group):
     )
     value_num_bins: Positive = Field(51, description="Bins of the classification head.")
     value_reward_range: CliVariadicArg[tuple[float, float]] = Field(
-        (0.0, 1.0), description="Lowest and highest value the bins stand for."
+        (0.0, 1.0),
+        description="Lowest and highest value the bins stand for; a return outside ends the run, unless a KL penalty "
+        "in the reward took it there: then it is learned as the nearer end.",
     )
     value_target_type: Literal["hl_gauss", "two_hot"] = Field(
         "hl_gauss", description="How a return becomes a distribution over bins."

@@ -1,5 +1,6 @@
 """From settings to advantages: the estimator of a run, and the KL penalty of its tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,13 @@ class Advantages:
     def __call__(self, batch: dict[str, Any], *, kl_coef: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Advantages and value targets of every row, float32 [response_length] each.
 
-        Rows without a trainable token, those of samples that got no reward, count in no statistic and get zeros.
+        Rows of samples that got no reward (column "failed") count in no statistic and get zeros. One whose tokens are
+        all masked out keeps its reward among its siblings'.
         """
         args = self._args
-        rows = _trainable_rows(batch)
-        if not rows:
+        if not any(np.any(mask) for mask in batch["loss_masks"]):
             raise ValueError("no sample of the rollout has a trainable token")
+        rows = _scored_rows(batch)
         try:
             found = compute_advantages_and_returns(
                 _take(batch, rows),
@@ -58,8 +60,8 @@ class Advantages:
             if lost := len(batch["loss_masks"]) - len(rows):
                 # Groups that lost members are no mistake of the settings.
                 raise ValueError(
-                    f"{lost} of the rollout's {len(batch['loss_masks'])} samples have no trainable token, as those "
-                    f"without a reward (late or failed): {error}"
+                    f"{lost} of the rollout's {len(batch['loss_masks'])} samples have no reward (late or failed): "
+                    f"{error}"
                 ) from None
             raise
         if len(rows) == len(batch["loss_masks"]):
@@ -99,8 +101,28 @@ class Advantages:
         ]
 
 
-def _trainable_rows(batch: dict[str, Any]) -> list[int]:
-    return [row for row, mask in enumerate(batch["loss_masks"]) if any(mask)]
+def returns_outside(batch: dict[str, Any], reward_range: Sequence[float]) -> tuple[float, str | None]:
+    """Share of the trainable tokens whose return the range of a critic's bins does not hold.
+
+    Returns:
+        the share, and the first such return in words, with its sample; None where there is none.
+    """
+    low, high = reward_range
+    # Returns of lambda below 1 are mixed of values, which rounding may take past an end.
+    slack = 1e-5 * (high - low)
+    count, num_tokens, example = 0, 0, None
+    for index, row, mask in zip(batch["sample_indices"], batch["returns"], batch["loss_masks"], strict=True):
+        returns_A = np.asarray(row)[np.asarray(mask, dtype=bool)]
+        outside_A = returns_A[(returns_A < low - slack) | (returns_A > high + slack)]
+        count, num_tokens = count + len(outside_A), num_tokens + len(returns_A)
+        if example is None and len(outside_A):
+            example = f"the return {float(outside_A[0]):.6g} of sample {index}"
+    return count / max(num_tokens, 1), example
+
+
+def _scored_rows(batch: dict[str, Any]) -> list[int]:
+    failed = batch.get("failed", [False] * len(batch["loss_masks"]))
+    return [row for row, lost in enumerate(failed) if not lost]
 
 
 def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:

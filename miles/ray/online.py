@@ -18,8 +18,8 @@ from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
 from miles.data.sao import validate_sao_train_data
 from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
-from miles.ray.advantages import Advantages
-from miles.ray.critic_figures import critic_figures
+from miles.ray.advantages import Advantages, returns_outside
+from miles.ray.critic_figures import critic_figures, over_steps
 from miles.ray.faults import FaultInjector
 from miles.ray.placement_group import Placement, contracted_critic, create_placement
 from miles.ray.rollout.engine import EngineGroup
@@ -74,6 +74,7 @@ class OnlineTrainer:
         """Call of the rollout side that is under way, and its answer."""
         self._state = state
         self._samples = args.load_rollouts is None
+        self._told_of_clamped_returns = False
 
     # ---------------------------------------------------------------- start, stop, start again
 
@@ -216,6 +217,7 @@ class OnlineTrainer:
             batch["advantages"], batch["returns"] = self._advantages(batch, kl_coef=self._kl.coef)
             explained = self._advantages.explained_variance(batch, kl_coef=self._kl.coef)
             figures |= {} if explained is None else {"value/explained_variance": explained}
+            figures |= self._clamped_returns(batch, rollout_id)
             await self._fault("critic", step)
             critic = self._update_critic(rollout_id, batch, timeline)
             if args.refresh_values and train_actor:
@@ -232,7 +234,8 @@ class OnlineTrainer:
             updates.append(self._update_actor(rollout_id, batch, timeline))
         for metrics in await asyncio.gather(*updates):
             figures |= metrics
-        if "kl" in batch:
+        # Where the policy did not move, its KL says nothing about the coefficient.
+        if "kl" in batch and train_actor:
             self._kl.update(kl=figures["train/kl_reward"], num_samples=len(batch["tokens"]))
         await self._fault("sync", step)
         if self._sync is not None:
@@ -491,10 +494,7 @@ class OnlineTrainer:
                 results.append(await self._actor.train_policy(step, self._shards(self._actor, part)))
         figures: Figures = {}
         for key in (key for key in results[0] if key not in _NOT_LOGGED):
-            # A figure may be missing from a part: an extreme of no tokens.
-            numbers = [result[key] for result in results if key in result]
-            combine = np.max if key.endswith("_max") else np.min if key.endswith("_min") else np.mean
-            figures[f"train/{key}"] = float(combine(numbers))
+            figures[f"train/{key}"] = over_steps(results, key)
         # Only the first step sees the weights that sampled.
         if (difference := results[0].get("log_prob_difference")) is not None and own_old_log_probs:
             figures["rollout/log_prob_difference_mean"] = difference
@@ -517,6 +517,26 @@ class OnlineTrainer:
                     f"to train on: each of its {len(part['tokens'])} samples is without a reward (late or failed) or "
                     "without a token that the loss counts"
                 )
+
+    def _clamped_returns(self, batch: Batch, rollout_id: int) -> Figures:
+        """Share of the targets that a classifying critic's bins cannot express, where the KL is in the reward.
+
+        Raises:
+            ValueError: there is no penalty, and yet such a target.
+        """
+        if self._args.value_loss_type != "classification":
+            return {}
+        low, high = self._args.value_reward_range
+        fraction, example = returns_outside(batch, (low, high))
+        told = f"rollout {rollout_id}: {example} lies outside --value-reward-range {low} {high}, the critic's bins"
+        if "kl" not in batch:
+            if example is not None:
+                raise ValueError(f"{told}, which must hold every return")
+            return {}
+        if example is not None and not self._told_of_clamped_returns:
+            self._told_of_clamped_returns = True
+            logger.warning("%s: it is learned as the nearer end, see value/clamped_fraction", told)
+        return {"value/clamped_fraction": fraction}
 
     def _shards(self, group: RayTrainGroup, batch: Batch) -> list[Shard]:
         critic = group.role == "critic"

@@ -1,8 +1,8 @@
 """Log-probability and entropy of tokens from logits whose vocabulary is split over tensor-parallel ranks.
 
 Logits are the largest tensor of a training step: [tokens, vocabulary]. Here they are read in chunks of tokens,
-computed with in at least fp32, and never copied as a whole: beside the logits lives one chunk in the forward pass, one
-chunk and their gradient in the backward pass, and no gradient of its own where it may take the logits' place.
+computed with in at least fp32, and never copied as a whole: beside the logits live one to three chunks (three with the
+entropy of logits below fp32), in the backward pass their gradient too, and none where it may take the logits' place.
 """
 
 from __future__ import annotations

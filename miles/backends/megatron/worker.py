@@ -291,7 +291,7 @@ class MegatronWorker:
 
         Returns:
             value_loss (token mean), EV sums `_ev_*`, for classification value_accuracy, value_entropy and
-            value_confidence, for mse value_clipped (fraction), tokens, grad_norm, lr.
+            value_confidence, for mse value_clip_fraction, tokens, grad_norm, lr.
         """
         self._require_critic("train_value")
         return self._optimizer_step(iteration, shard, self._value_objective(clipped="values" in shard))

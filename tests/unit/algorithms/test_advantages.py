@@ -207,6 +207,14 @@ def test_compute_reinforce_plus_plus_baseline_centres_groups_then_whitens(refere
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+def test_compute_reinforce_plus_plus_baseline_lone_trajectory_gets_0_and_moves_no_other():
+    # centred tokens .5 .5 .5 -.5: mean .25, variance .1875, deviation .4330; the lone one is not among them
+    batch = {"rewards": [1.0, 0.0, 1.0], "group_indices": [0, 0, 1], "loss_masks": [[1, 1, 1], [1], [1]]}
+    advantages, returns = compute_advantages_and_returns(batch, estimator="reinforce_plus_plus_baseline")
+    np.testing.assert_allclose(np.concatenate(advantages), [0.57735] * 3 + [-1.73205, 0.0], atol=1e-5)
+    assert [row.tolist() for row in returns] == [[1.0, 1.0, 1.0], [0.0], [1.0]]
+
+
 # --- groups
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles.algorithms import advantages
 from miles.config import Args
-from miles.ray.advantages import Advantages
+from miles.ray.advantages import Advantages, returns_outside
 
 
 def batch(rewards: list[float], masks: list[list[int]]) -> dict[str, Any]:
@@ -23,11 +24,19 @@ def batch(rewards: list[float], masks: list[list[int]]) -> dict[str, Any]:
 def test_sample_without_a_reward_counts_in_no_group() -> None:
     """Rewards 1 and 0 have mean .5 and deviation .7071; a third, masked row must not move them."""
     estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=3))
-    advantages, returns = estimate(batch([1.0, 0.0, 0.0], [[1, 0], [1], [0, 0]]), kl_coef=0.0)
+    rows = batch([1.0, 0.0, 0.0], [[1, 0], [1], [0, 0]]) | {"failed": [False, False, True]}
+    advantages, returns = estimate(rows, kl_coef=0.0)
     assert advantages[0] == pytest.approx([0.5 / (0.5**0.5 + 1e-6), 0.0], rel=1e-5)
     assert advantages[1] == pytest.approx([-0.5 / (0.5**0.5 + 1e-6)], rel=1e-5)
     assert [len(row) for row in returns] == [2, 1, 2]
     assert not advantages[2].any()
+
+
+def test_sample_whose_tokens_are_masked_out_keeps_its_reward_among_its_siblings() -> None:
+    """Rewards 1, 1, 0: mean 2/3, deviation .5774; without the third the two would be equal, and learn nothing."""
+    estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=3))
+    advantages, _ = estimate(batch([1.0, 1.0, 0.0], [[1], [1], [0, 0]]), kl_coef=0.0)
+    assert [row.tolist() for row in advantages] == [pytest.approx([0.57735], abs=1e-5)] * 2 + [[0.0, 0.0]]
 
 
 def test_rollout_without_any_trainable_token_is_one_line() -> None:
@@ -39,7 +48,8 @@ def test_rollout_without_any_trainable_token_is_one_line() -> None:
 def test_groups_that_lost_all_but_one_to_late_rewards_are_told_as_such() -> None:
     estimate = Advantages(Args.build(advantage_estimator="grpo", n_samples_per_prompt=2))
     rows = batch([1.0, 0.0, 0.0, 0.0], [[1], [0], [0], [1]]) | {"group_indices": [0, 0, 1, 1]}
-    with pytest.raises(ValueError, match=r"^2 of the rollout's 4 samples have no trainable token, .*late or failed"):
+    rows["failed"] = [False, True, True, False]
+    with pytest.raises(ValueError, match=r"^2 of the rollout's 4 samples have no reward \(late or failed\): grpo"):
         estimate(rows, kl_coef=0.0)
 
 
@@ -51,7 +61,11 @@ def test_own_estimator_from_a_file(tmp_path: Path) -> None:
     assert [row.tolist() for row in advantages] == [[2.0], [6.0, 6.0]]
 
 
-def test_own_estimator_that_needs_values_without_a_critic_is_refused(tmp_path: Path) -> None:
+def test_own_estimator_that_needs_values_without_a_critic_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests look at all that are registered.
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
     file = tmp_path / "needy.py"
     file.write_text(
         "from miles.algorithms.advantages import register_advantage_estimator\n"
@@ -91,6 +105,17 @@ def test_explained_variance_is_against_rewards_not_against_the_critics_own_targe
     expected = 1 - np.var(returns - np.concatenate(rows["values"])) / np.var(returns)
     assert found == pytest.approx(expected, abs=1e-6)
     assert found < 0
+
+
+def test_returns_outside_counts_trainable_tokens_and_names_the_first() -> None:
+    """Of four trainable tokens -.5 and 1.5 lie outside [0, 1]; rounding and what is masked out do not."""
+    columns = {
+        "sample_indices": [7, 8],
+        "loss_masks": [[1, 0], [1, 1, 1]],
+        "returns": [np.float32([1.0000001, 9.0]), np.float32([0.0, -0.5, 1.5])],
+    }
+    assert returns_outside(columns, (0.0, 1.0)) == (0.5, "the return -0.5 of sample 8")
+    assert returns_outside(columns, (-0.5, 1.5)) == (0.0, None)
 
 
 def test_explained_variance_of_equal_returns_is_undefined() -> None:

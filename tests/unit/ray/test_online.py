@@ -41,11 +41,45 @@ class Group:
 
     async def train(self, step: int, data: dict[str, Any]) -> dict[str, float]:
         self.taught.append(data["data_ref"])
-        return {"value_loss": 0.0}
+        return {"value_loss": 0.0, "tokens": 2.0}
 
     async def train_policy(self, step: int, shard: dict[str, Any]) -> dict[str, float]:
         self.taught.append(shard)
-        return {"policy_loss": 0.0}
+        return {"policy_loss": 0.0, "tokens": 2.0}
+
+
+class Stage:
+    """A trainer of one sample of two tokens a rollout, whose KL to the reference is 1 at each, and what it logs."""
+
+    def __init__(self, args: Args, monkeypatch: pytest.MonkeyPatch, *, reward: float = 1.0) -> None:
+        self.lines: list[dict[str, Any]] = []
+        tracker: Any = SimpleNamespace(log=lambda step, stage, figures: self.lines.append(figures))
+        self.trainer = OnlineTrainer(args, tracker, None)
+        self.actor, self.critic = Group("actor"), Group("critic")
+
+        async def rollout(rollout_id: int) -> tuple[dict[str, Any], dict[str, float]]:
+            batch = {
+                "tokens": [[1, 2, 3, 4]],
+                "response_lengths": [2],
+                "loss_masks": [[1, 1]],
+                "sample_indices": [rollout_id],
+                "group_indices": [rollout_id],
+                "rewards": [reward],
+                "rollout_log_probs": [[-1.0, -1.0]],
+            }
+            return batch, {"rollout/reward_mean": reward}
+
+        monkeypatch.setattr(online, "split_train_data_by_dp", lambda args, columns, *, dp_size: columns)
+        parts = {"_actor": self.actor, "_critic": self.critic, "_sync": None, "_rollout": rollout}
+        for name, value in parts.items():
+            monkeypatch.setattr(self.trainer, name, value, raising=False)
+
+    def steps(self, count: int) -> None:
+        for rollout_id in range(count):
+            asyncio.run(self.trainer.step(rollout_id))
+
+    def logged(self, name: str) -> list[Any]:
+        return [line[name] for line in self.lines if name in line]
 
 
 @pytest.mark.parametrize("refresh", [False, True], ids=["values_as_read", "values_refreshed"])
@@ -64,32 +98,50 @@ def test_penalty_in_the_reward_is_in_the_critics_targets_as_in_the_advantages(
         refresh_values=refresh,
         global_batch_size=1,
     )
-    lines: list[dict[str, Any]] = []
-    tracker: Any = SimpleNamespace(log=lambda step, stage, figures: lines.append(figures))
-    trainer = OnlineTrainer(args, tracker, None)
-    actor, critic = Group("actor"), Group("critic")
-
-    async def rollout(rollout_id: int) -> tuple[dict[str, Any], dict[str, float]]:
-        batch = {
-            "tokens": [[1, 2, 3, 4]],
-            "response_lengths": [2],
-            "loss_masks": [[1, 1]],
-            "sample_indices": [rollout_id],
-            "group_indices": [rollout_id],
-            "rewards": [1.0],
-            "rollout_log_probs": [[-1.0, -1.0]],
-        }
-        return batch, {"rollout/reward_mean": 1.0}
-
-    monkeypatch.setattr(online, "split_train_data_by_dp", lambda args, columns, *, dp_size: columns)
-    for name, value in (("_actor", actor), ("_critic", critic), ("_sync", None), ("_rollout", rollout)):
-        monkeypatch.setattr(trainer, name, value, raising=False)
-    for rollout_id in range(2):
-        asyncio.run(trainer.step(rollout_id))
+    stage = Stage(args, monkeypatch)
+    stage.steps(2)
     for step, expected in enumerate(([0.8, 0.9], [0.76, 0.88])):
-        assert critic.taught[step]["returns"][0] == pytest.approx(expected)
-        assert actor.taught[step]["advantages"][0] == pytest.approx(expected)
-    assert [line["train/kl_coef"] for line in lines if "train/kl_coef" in line] == pytest.approx([0.1, 0.12])
+        assert stage.critic.taught[step]["returns"][0] == pytest.approx(expected)
+        assert stage.actor.taught[step]["advantages"][0] == pytest.approx(expected)
+    assert stage.logged("train/kl_coef") == pytest.approx([0.1, 0.12])
+
+
+def test_adaptive_kl_coefficient_stays_while_the_critic_alone_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A KL above its target raises the coefficient by a fifth a step, but only the third step trains the actor.
+    adaptive = {"kl_controller": "adaptive", "kl_target": 0.5, "kl_horizon": 1}
+    args = Args.build(kl_coef=0.1, **adaptive, num_critic_only_steps=2, global_batch_size=1)
+    stage = Stage(args, monkeypatch)
+    stage.steps(4)
+    assert stage.logged("train/kl_coef") == pytest.approx([0.1, 0.1, 0.1, 0.12])
+    assert len(stage.critic.taught) == 4
+    assert len(stage.actor.taught) == 2
+
+
+_BINS = {"value_loss_type": "classification", "value_reward_range": [0.0, 1.0], "global_batch_size": 1}
+
+
+def test_return_that_the_critics_bins_do_not_hold_is_refused_before_its_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(Args.build(**_BINS), monkeypatch, reward=2.0)
+    told = r"^rollout 0: the return 2 of sample 0 lies outside --value-reward-range 0.0 1.0, the critic's bins"
+    with pytest.raises(ValueError, match=told):
+        stage.steps(1)
+    assert stage.critic.taught == stage.actor.taught == []
+    held = Stage(Args.build(**_BINS), monkeypatch)
+    held.steps(1)
+    assert held.logged("value/clamped_fraction") == []
+
+
+def test_return_that_a_penalty_takes_out_of_the_bins_is_counted_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # R .15 less .1 at each of two tokens: returns -.05 and .05.
+    stage = Stage(Args.build(**_BINS, kl_coef=0.1), monkeypatch, reward=0.15)
+    stage.steps(2)
+    assert stage.logged("value/clamped_fraction") == [0.5, 0.5]
+    (line,) = [record.getMessage() for record in caplog.records if "--value-reward-range" in record.getMessage()]
+    assert line.startswith("rollout 0: the return -0.05 of sample 0 lies outside --value-reward-range 0.0 1.0")
 
 
 def test_finished_run_that_is_resumed_exits_1_and_says_that_it_is_done(
