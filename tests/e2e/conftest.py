@@ -199,14 +199,32 @@ def wait_for() -> Callable[..., None]:
     return wait
 
 
+REWARD = """\
+import time
+
+def score(sample):
+    return float(sample.response[:1].isdigit())
+
+def trying(sample):
+    if sample.rollout_id == 0 and sample.index == 3:
+        time.sleep(60)
+    if sample.rollout_id == 0 and sample.index == 5:
+        raise OSError("the judge hung up")
+    return score(sample)
+"""
+
+
 @pytest.fixture(scope="session")
 def rl_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Prompts for training and evaluation, and a reward file: 1 where a response begins with a digit."""
+    """Prompts for training and evaluation, and a reward file: 1 where a response begins with a digit.
+
+    The file holds `trying` too, a reward that hangs on sample 3 of the first rollout and fails on sample 5.
+    """
     folder = tmp_path_factory.mktemp("rl")
     for name, count in (("train", 24), ("heldout", 8)):
         rows = [{"prompt": f"{i} + {i + 1} =", "label": str(2 * i + 1)} for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text("def score(sample):\n    return float(sample.response[:1].isdigit())\n")
+    (folder / "reward.py").write_text(REWARD)
     return {"train": folder / "train.jsonl", "heldout": folder / "heldout.jsonl", "reward": folder / "reward.py"}
 
 

@@ -255,21 +255,34 @@ def test_engine_killed_that_may_not_start_again_ends_with_one_clear_line(
     assert_no_process_left(ended.mark)
 
 
-def test_canary_actor_tp2_critic_pp2_engine_serves_update_and_resume_answers_the_same(
-    tmp_path: Path, run: Callable[..., Any], online_flags: list[str]
+def test_canary_actor_tp2_critic_pp2_late_and_failing_rewards_hold_up_nothing(
+    tmp_path: Path,
+    run: Callable[..., Any],
+    online_flags: list[str],
+    rl_files: dict[str, Path],
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
-    layout = {
+    """The engine serves the update, and a resume from the save answers the same."""
+    settings = {
         "actor-num-gpus-per-node": 2,
         "tensor-model-parallel-size": 2,
         "critic-num-gpus-per-node": 2,
         "critic-tensor-model-parallel-size": 1,
         "critic-pipeline-model-parallel-size": 2,
         "check-weight-sync": "always",
+        "custom-rm-path": f"{rl_files['reward']}:trying",
+        "rm-timeout-s": 4,
+        "rm-on-error": "drop",
     }
-    words = [word for name, value in layout.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     done = run("train.py", *online_flags, *words, "--run-dir", tmp_path / "run", "--canary-one-step")
     assert done.code == 0, done.err
     assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
+    figures = {name: value for line in read_metrics(tmp_path / "run") for name, value in line.items()}
+    assert figures["rollout/unscored"] == 2
+    assert figures["time/rollout_s"] < 30, "the round waited for a reward that takes 60 s"
+    assert re.search(r"took more than 4 s on sample 3\b", done.err)
+    assert re.search(r"failed on sample 5: OSError: the judge hung up", done.err)
 
 
 def test_canary_grpo_of_two_engines_without_a_critic_against_a_reference_model(
