@@ -185,6 +185,30 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
     return read
 
 
+# Figures that depend on the clock, on lost engines, or compare the engine's arithmetic with Megatron's.
+NOT_REPRODUCED = (
+    "time",
+    "perf/",
+    "idle/",
+    "rollout/tokens_per_s",
+    "rollout/engine_idle_fraction",
+    "rollout/requests_resent",
+    "rollout/log_prob_difference_mean",
+)
+
+
+@pytest.fixture
+def figures_of(read_metrics: Callable[[Path], list[dict[str, Any]]]) -> Callable[..., list[dict[str, Any]]]:
+    """A function that reads what must be the same in two runs from a run folder, of these stages or of all."""
+
+    def read(run_dir: Path, *stages: str) -> list[dict[str, Any]]:
+        lines = [line for line in read_metrics(run_dir) if not stages or line["stage"] in stages]
+        kept = [{key: value for key, value in line.items() if not key.startswith(NOT_REPRODUCED)} for line in lines]
+        return [line for line in kept if line.keys() - {"step", "stage"}]
+
+    return read
+
+
 @pytest.fixture
 def wait_for() -> Callable[..., None]:
     """A function that waits until a condition holds, while a program runs."""
@@ -205,6 +229,9 @@ import time
 def score(sample):
     return float(sample.response[:1].isdigit())
 
+def keep(samples):
+    return sum(sum(sample.response_tokens) for sample in samples) % 4 > 0
+
 def trying(sample):
     if sample.rollout_id == 0 and sample.index == 3:
         time.sleep(60)
@@ -218,7 +245,8 @@ def trying(sample):
 def rl_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Prompts for training and evaluation, and a reward file: 1 where a response begins with a digit.
 
-    The file holds `trying` too, a reward that hangs on sample 3 of the first rollout and fails on sample 5.
+    The file holds more: `keep`, a filter that takes about three of four groups, and `trying`, a reward that hangs on
+    sample 3 of the first rollout and fails on sample 5.
     """
     folder = tmp_path_factory.mktemp("rl")
     for name, count in (("train", 24), ("heldout", 8)):
@@ -248,6 +276,53 @@ def online_flags(tiny_hf_model: Path, rl_files: dict[str, Path]) -> list[str]:
         "device": "cpu",
     }
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def without() -> Callable[..., list[Any]]:
+    """A function that gives the words of a command line without some flags and their values."""
+
+    def drop(words: list[Any], *flags: str) -> list[Any]:
+        gone = {number for flag in flags for at in [words.index(flag)] for number in (at, at + 1)}
+        return [word for number, word in enumerate(words) if number not in gone]
+
+    return drop
+
+
+@pytest.fixture(scope="session")
+def replay_flags(online_flags: list[str], without: Callable[..., list[Any]]) -> Callable[[Path], list[Any]]:
+    """A function that gives the flags of a small run on the rollouts of a folder: it starts no engine."""
+    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
+    return lambda rollouts: [*flags, "--load-rollouts", rollouts]
+
+
+@pytest.fixture(scope="session")
+def kept_rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four rollouts of 8 groups of 2 samples that no engine has sampled; the reward is 1 for an even first token."""
+    import random
+
+    folder, dice = tmp_path_factory.mktemp("kept"), random.Random(0)
+    for rollout_id in range(4):
+        rows = []
+        for index in range(16 * rollout_id, 16 * (rollout_id + 1)):
+            length = dice.randint(1, 4)
+            response = [dice.randint(3, 45) for _ in range(length)]
+            row = {
+                "index": index,
+                "group_index": index // 2,
+                "rollout_id": rollout_id,
+                "prompt": "2 + 2 =",
+                "tokens": [5, 13, 3 + index // 2 % 10, *response],
+                "response_length": length,
+                "reward": float(response[0] % 2 == 0),
+                "loss_mask": [1] * length,
+                "rollout_log_probs": [-4.0] * length,
+                "status": "completed",
+                "weight_versions": [str(rollout_id + 1)],
+            }
+            rows.append(json.dumps(row) + "\n")
+        (folder / f"rollout_{rollout_id:06d}.jsonl").write_text("".join(rows))
+    return folder
 
 
 def write_value_rows(path: Path, *, count: int, offset: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """train.py: learn, be killed and go on, the canary on mixed layouts, and what it refuses."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -11,27 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-# Figures that depend on the clock, on lost engines, or compare the engine's arithmetic with Megatron's.
-NOT_REPRODUCED = (
-    "time",
-    "perf/",
-    "idle/",
-    "rollout/tokens_per_s",
-    "rollout/engine_idle_fraction",
-    "rollout/requests_resent",
-    "rollout/log_prob_difference_mean",
-)
-
-
-def reproducible(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must be the same in two runs."""
-    kept = [{key: value for key, value in line.items() if not key.startswith(NOT_REPRODUCED)} for line in lines]
-    return [line for line in kept if line.keys() - {"step", "stage"}]
-
-
-def of_stages(lines: list[dict[str, Any]], *stages: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["stage"] in stages]
 
 
 def documented_names() -> set[str]:
@@ -44,14 +22,27 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("uninterrupted") / "run"
 
 
+@pytest.fixture(scope="module")
+def filtered_flags(online_flags: list[str], rl_files: dict[str, Path]) -> list[Any]:
+    """Flags of a run that leaves sampled groups over; its responses are long enough to be lost on the way."""
+    flags = [*online_flags, "--dynamic-sampling-filter-path", f"{rl_files['reward']}:keep"]
+    return [*flags, "--over-sampling-batch-size", 16, "--rollout-max-response-len", 16]
+
+
+def rows_of(run_dir: Path) -> list[list[dict[str, Any]]]:
+    """The kept samples of a run, by rollout."""
+    files = sorted((run_dir / "rollouts").glob("rollout_*.jsonl"))
+    return [[json.loads(row) for row in file.read_text().splitlines()] for file in files]
+
+
 def test_run_to_the_end_saves_and_verifies(
     uninterrupted: Path,
     run: Callable[..., Any],
-    online_flags: list[str],
+    filtered_flags: list[Any],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
     assert_no_process_left: Callable[..., None],
 ) -> None:
-    done = run("train.py", *online_flags, "--run-dir", uninterrupted)
+    done = run("train.py", *filtered_flags, "--run-dir", uninterrupted)
     assert done.code == 0, done.err
     assert_no_process_left(done.mark)
     lines = read_metrics(uninterrupted)
@@ -59,110 +50,85 @@ def test_run_to_the_end_saves_and_verifies(
     assert [line["step"] for line in lines if line["stage"] == "eval"] == [0, 2, 4]
     assert [line["sync/weight_version"] for line in lines if "sync/weight_version" in line] == [2, 3, 4, 5]
     # The engine samples what Megatron trains: the same log-probabilities up to float32 rounding.
-    assert max(line.get("rollout/log_prob_difference_mean", 0.0) for line in lines) < 1e-5
-    versions = [
-        {tuple(json.loads(row)["weight_versions"]) for row in file.read_text().splitlines()}
-        for file in sorted((uninterrupted / "rollouts").iterdir())
-    ]
-    assert versions == [{("1",)}, {("2",)}, {("3",)}, {("4",)}]
+    fresh = [line for line in lines if line.get("rollout/stale_fraction") == 0.0]
+    assert fresh
+    assert max(line["rollout/log_prob_difference_mean"] for line in fresh) < 1e-5
+    versions = [{version for row in rows for version in row["weight_versions"]} for rows in rows_of(uninterrupted)]
+    assert [max(found) for found in versions] == ["1", "2", "3", "4"]
     names = {name for line in lines for name in line if "/" in name}
     assert names - documented_names() == set()
     checked = run("miles/cli.py", "verify", uninterrupted)
     assert checked.code == 0, checked.out
 
 
-def test_lost_engines_and_ranks_at_every_kind_of_stage_change_no_figure(
+def test_lost_drivers_engines_and_ranks_with_two_engines_and_groups_left_over_end_the_same(
     uninterrupted: Path,
     tmp_path: Path,
     run: Callable[..., Any],
-    online_flags: list[str],
+    filtered_flags: list[Any],
+    figures_of: Callable[..., list[dict[str, Any]]],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
     assert_no_process_left: Callable[..., None],
 ) -> None:
-    """One process survives them all: engines are replaced in place, training ranks start again from the last save.
-
-    The second fault finds no save yet, the third lies between the checkpoints and the state file.
-    """
+    """No prompt is trained on twice or lost, and the tokens are those of a run of one engine."""
     run_dir = tmp_path / "run"
-    faults = (
-        "rollout@1=kill_engine",
-        "critic@2=kill_critic",
-        "save_state@2=kill_actor",
-        "sync@3=hang_engine",
-        "sync@4=kill_actor",
-    )
-    done = run(
-        "train.py",
-        *online_flags,
-        *("--run-dir", run_dir, "--sglang-health-timeout-s", 12, "--fault-injection", *faults),
-    )
-    assert done.code == 0, done.err[-3000:]
-    assert_no_process_left(done.mark)
-    lines = read_metrics(run_dir)
-    assert reproducible(lines) == reproducible(read_metrics(uninterrupted))
-    assert done.err.count("fault injection: ") == len(faults)
-    # Of the rollout whose engine was dead no line is left: a rank was lost before the first save.
-    assert done.err.count("is lost and is started again") == 2
+    flags = [*filtered_flags, "--run-dir", run_dir, "--rollout-num-gpus", 2, "--sglang-health-timeout-s", 12]
+    # The steps in which these engines are lost are not done again.
+    faults = ["generate@1=kill_engine", "generate@2=hang_engine", "eval@2=kill_engine", "generate@3=kill_driver"]
+    killed = run("train.py", *flags, "--fault-injection", *faults)
+    assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+    assert killed.err.count("fault injection: ") == len(faults)
+    assert killed.err.count("is lost and is started again") == 3
+    assert_no_process_left(killed.mark)
+    state = json.loads((run_dir / "train_state.json").read_text())
+    assert state["prompts"]["leftover"], "this save holds no group that is left over"
+    refused = run("train.py", *flags)
+    assert refused.code != 0
+    assert "--resume" in refused.last_line
+
+    # The first rank is missed when the engine that takes a dead one's place is to get its weights. Step 3 has a save
+    # of its own, so it is not done again after its engine hung.
+    faults = ["generate@3=kill_engine", "generate@3=kill_actor", "sync@3=hang_engine", "sync@4=kill_actor"]
+    ended = run("train.py", *flags, "--resume", "--save-interval", 1, "--fault-injection", *faults)
+    assert ended.code == 0, ended.err[-3000:]
+    assert ended.err.count("fault injection: ") == len(faults)
+    saves = re.findall(r"starting again from the save after rollout (\d)", ended.err)
+    assert saves == ["1", "2"]
+    assert_no_process_left(ended.mark)
     checked = run("miles/cli.py", "verify", run_dir)
     assert checked.code == 0, checked.out
+    assert figures_of(run_dir) == figures_of(uninterrupted)
+    lines = read_metrics(run_dir)
+    resent = {line["step"]: line["rollout/requests_resent"] for line in lines if "rollout/requests_resent" in line}
+    assert resent.keys() == {1, 2}
+    assert min(resent.values()) > 0
 
-
-def replay_flags(online_flags: list[str], rollouts: Path) -> list[Any]:
-    """The flags of a run that trains on kept rollouts: it starts no engine."""
-    flags = without(online_flags, "--prompt-data", "--eval-prompt-data", "--eval-interval", "--custom-rm-path")
-    return [*flags, "--load-rollouts", rollouts]
+    kept = rows_of(run_dir)
+    assert [[row["tokens"] for row in rows] for rows in kept] == [
+        [row["tokens"] for row in rows] for rows in rows_of(uninterrupted)
+    ]
+    rows = [row for rollout in kept for row in rollout]
+    assert len({row["index"] for row in rows}) == len(rows) == 4 * 16
+    # Every group of an epoch is another prompt of the 24.
+    assert len({(row["group_index"] // 24, row["prompt"]) for row in rows}) == len(rows) // 2
+    prompts = json.loads((run_dir / "train_state.json").read_text())["prompts"]
+    sampled, filtered = (
+        sum(line[name] for line in lines if name in line)
+        for name in ("rollout/groups_sampled", "rollout/groups_filtered")
+    )
+    assert prompts["next_group"] == sampled == len(rows) // 2 + filtered + len(prompts["leftover"])
 
 
 def test_replayed_rollouts_train_the_same_without_an_engine(
     uninterrupted: Path,
     tmp_path: Path,
     run: Callable[..., Any],
-    online_flags: list[str],
-    read_metrics: Callable[[Path], list[dict[str, Any]]],
+    replay_flags: Callable[[Path], list[Any]],
+    figures_of: Callable[..., list[dict[str, Any]]],
 ) -> None:
-    ended = run("train.py", *replay_flags(online_flags, uninterrupted / "rollouts"), "--run-dir", tmp_path / "run")
+    ended = run("train.py", *replay_flags(uninterrupted / "rollouts"), "--run-dir", tmp_path / "run")
     assert ended.code == 0, ended.err[-3000:]
-    ours, theirs = (of_stages(read_metrics(folder), "train", "value") for folder in (tmp_path / "run", uninterrupted))
-    assert reproducible(ours) == reproducible(theirs)
-
-
-def test_driver_killed_again_and_again_kl_in_the_reward_two_steps_a_rollout_ends_the_same(
-    uninterrupted: Path,
-    tmp_path: Path,
-    run: Callable[..., Any],
-    online_flags: list[str],
-    make_hf_model: Callable[..., Path],
-    read_metrics: Callable[[Path], list[dict[str, Any]]],
-    assert_no_process_left: Callable[..., None],
-) -> None:
-    """faults.md rows 7, 40, 41: another reference, an adaptive penalty, two schedule steps a rollout."""
-    flags = [*replay_flags(online_flags, uninterrupted / "rollouts"), "--ref-load", make_hf_model(seed=1)]
-    flags += ["--kl-coef", 0.1, "--kl-loss-type", "k3", "--kl-controller", "adaptive", "--kl-target", 1e-3]
-    flags += ["--kl-horizon", 200, "--num-steps-per-rollout", 2, "--lr-decay-style", "cosine", "--lambd", 0.9]
-    whole = run("train.py", *flags, "--run-dir", tmp_path / "whole")
-    assert whole.code == 0, whole.err[-3000:]
-    lines = read_metrics(tmp_path / "whole")
-
-    flags += ["--run-dir", tmp_path / "run"]
-    # Killed before its state was written, the first save does not count: the second start is a fresh one too.
-    for fault in ("save_state@2", "critic@4"):
-        killed = run("train.py", *flags, "--fault-injection", f"{fault}=kill_driver")
-        assert killed.code == -signal.SIGKILL, killed.err[-3000:]
-        assert_no_process_left(killed.mark)
-    refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
-    assert refused.code != 0
-    assert "--resume: lr is 0.002, the run began with 0.001" in refused.err
-    ended = run("train.py", *flags, "--resume")
-    assert ended.code == 0, ended.err[-3000:]
-    assert reproducible(read_metrics(tmp_path / "run")) == reproducible(lines)
-
-    steps = of_stages(lines, "train")
-    assert all(line["train/kl_reward"] > 0 for line in steps)
-    # Far above its target, the controller raises the coefficient by its largest step: 0.2 x 16 samples / horizon.
-    assert [line["train/kl_coef"] for line in steps] == pytest.approx([0.1 * 1.016**n for n in range(4)], rel=1e-6)
-    rates = [1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]
-    means = [(first + second) / 2 for first, second in zip(rates[::2], rates[1::2], strict=True)]
-    assert [line["train/lr"] for line in steps] == pytest.approx(means, rel=1e-6)
+    assert figures_of(tmp_path / "run", "train", "value") == figures_of(uninterrupted, "train", "value")
 
 
 def test_fresh_run_on_a_cluster_from_another_runs_checkpoints_takes_weights_alone(
@@ -170,11 +136,11 @@ def test_fresh_run_on_a_cluster_from_another_runs_checkpoints_takes_weights_alon
     tmp_path: Path,
     run: Callable[..., Any],
     ray_cluster: str,
-    online_flags: list[str],
+    replay_flags: Callable[[Path], list[Any]],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
     """faults.md row 43: neither Adam's moments nor the place in the schedule come along."""
-    flags = [*replay_flags(online_flags, uninterrupted / "rollouts"), "--num-rollout", 1]
+    flags = [*replay_flags(uninterrupted / "rollouts"), "--num-rollout", 1]
     flags += ["--lr-warmup-iters", 4, "--critic-lr-warmup-iters", 4, "--run-dir", tmp_path / "run"]
     flags += [
         "--load",
@@ -187,45 +153,6 @@ def test_fresh_run_on_a_cluster_from_another_runs_checkpoints_takes_weights_alon
     assert "2 of 2 devices" in done.err
     figures = {name: value for line in read_metrics(tmp_path / "run") for name, value in line.items()}
     assert (figures["train/lr"], figures["value/lr"]) == pytest.approx((1e-3 / 4, 1e-3 / 4))
-
-
-def without(words: list[str], *flags: str) -> list[str]:
-    """The words of a command line without these flags and their values."""
-    drop = {number for flag in flags for at in [words.index(flag)] for number in (at, at + 1)}
-    return [word for number, word in enumerate(words) if number not in drop]
-
-
-def test_driver_killed_in_a_step_resumes_step_for_step(
-    uninterrupted: Path,
-    tmp_path: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    online_flags: list[str],
-    read_metrics: Callable[[Path], list[dict[str, Any]]],
-    wait_for: Callable[..., None],
-    assert_no_process_left: Callable[..., None],
-) -> None:
-    run_dir = tmp_path / "run"
-    metrics = run_dir / "metrics.jsonl"
-    killed = start("train.py", *online_flags, "--run-dir", run_dir)
-    wait_for(lambda: metrics.exists() and any(line["step"] == 3 for line in read_metrics(run_dir)), killed)
-    killed.kill()
-    killed.finish(60)
-    assert_no_process_left(killed.mark)
-
-    refused = run("train.py", *online_flags, "--run-dir", run_dir)
-    assert refused.code != 0
-    assert "--resume" in refused.last_line
-
-    resumed = run("train.py", *online_flags, "--run-dir", run_dir, "--resume")
-    assert resumed.code == 0, resumed.err
-    assert reproducible(read_metrics(run_dir)) == reproducible(read_metrics(uninterrupted))
-    for name in ("rollout_000002.jsonl", "rollout_000003.jsonl"):
-        ours, theirs = (
-            [json.loads(line)["tokens"] for line in (folder / "rollouts" / name).read_text().splitlines()]
-            for folder in (run_dir, uninterrupted)
-        )
-        assert ours == theirs
 
 
 def test_engine_killed_that_may_not_start_again_ends_with_one_clear_line(
@@ -289,6 +216,7 @@ def test_canary_grpo_of_two_engines_without_a_critic_against_a_reference_model(
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
+    without: Callable[..., list[Any]],
     rl_files: dict[str, Path],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
