@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles.algorithms import advantages
+from miles.algorithms import advantages as registry
 from miles.config import Args
 from miles.ray.advantages import Advantages, returns_outside
 
@@ -65,7 +65,7 @@ def test_own_estimator_that_needs_values_without_a_critic_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Other tests look at all that are registered.
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(registry, "ADVANTAGE_ESTIMATORS", dict(registry.ADVANTAGE_ESTIMATORS))
     file = tmp_path / "needy.py"
     file.write_text(
         "from miles.algorithms.advantages import register_advantage_estimator\n"
