@@ -148,15 +148,16 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
     for file in files:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
+    model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
     told = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - told > _TOLD_EVERY_S:
             told = time.monotonic()
             logger.info("looking at the kept rollouts: %d of %d", number, len(files))
-        _check_kept_rollout(args, file)
+        _check_kept_rollout(args, file, model)
 
 
-def _check_kept_rollout(args: Args, file: Path) -> None:
+def _check_kept_rollout(args: Args, file: Path, model: dict[str, Any]) -> None:
     """Raise ValueError, naming the file, unless training can take its samples."""
     samples = read_samples(file)
     if args.rollout_batch_size is not None and not args.use_dynamic_global_batch_size:
@@ -175,7 +176,6 @@ def _check_kept_rollout(args: Args, file: Path) -> None:
             validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
     rooms = {"the model's max_position_embeddings": model.get("max_position_embeddings")}
     if args.max_tokens_per_gpu is not None:
         rooms["--max-tokens-per-gpu x --context-parallel-size"] = args.max_tokens_per_gpu * args.context_parallel_size
