@@ -17,6 +17,15 @@ from miles.value_pretraining import (
 TOOL = Path(__file__).parents[3] / "tools" / "build_value_dataset.py"
 
 
+def write_until_killed(code: str, path: Path, *, after_s: float) -> None:
+    """SIGKILL a program that writes to `path` without end, `after_s` seconds after it says that it has begun."""
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(after_s)
+        child.send_signal(signal.SIGKILL)
+
+
 def test_publish_bytes_killed_at_any_time_leaves_a_whole_file(tmp_path):
     path = tmp_path / "f"
     code = (
@@ -26,13 +35,7 @@ def test_publish_bytes_killed_at_any_time_leaves_a_whole_file(tmp_path):
         "    for i in range(256): publish_bytes(sys.argv[1], bytes([i]) * 400_000)\n"
     )
     for attempt in range(4):
-        child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.01 + 0.017 * attempt)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        write_until_killed(code, path, after_s=0.01 + 0.017 * attempt)
         data = path.read_bytes()
         assert len(data) == 400_000
         assert len(set(data)) == 1
@@ -51,13 +54,7 @@ def test_publish_folder_replaced_without_end_and_killed_is_always_there_and_whol
     for attempt in range(4):
         root = tmp_path / str(attempt)
         root.mkdir()
-        child = subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.02 + 0.013 * attempt)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        write_until_killed(code, root, after_s=0.02 + 0.013 * attempt)
         assert len({(root / "final" / name).read_text() for name in "abc"}) == 1
 
 
@@ -72,13 +69,7 @@ def test_contract_writer_killed_at_any_time_leaves_a_whole_contract(tmp_path):
         "    if step == 1: print('ready', flush=True)\n"
     )
     for attempt in range(3):
-        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.01 + 0.013 * attempt)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        write_until_killed(code, tmp_path, after_s=0.01 + 0.013 * attempt)
         contract = load_value_pretrain_contract(tmp_path)
         link = tmp_path / "value_pretrain_links" / f"{contract_sha256(tmp_path)}.json"
         assert json.loads(link.read_bytes())["completed_steps"] == contract["completed_steps"] >= 1
