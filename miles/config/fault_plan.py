@@ -18,7 +18,7 @@ STAGES = (
     "save_state",
     "saved",
 )
-"""Points of a step, in order. `generate` is reached when the first sample of the rollout is finished, `save_state`
+"""Points of a step, in order. `generate` is reached when the first engine works on a request, `save_state`
 between the checkpoints and the state file that makes them count; every other point is the beginning of its stage."""
 
 ACTIONS = ("kill_driver", "kill_actor", "kill_critic", "kill_engine", "hang_engine", "sleep")

@@ -247,10 +247,12 @@ class OnlineTrainer:
         return figures
 
     async def _rollout(self, rollout_id: int) -> tuple[Batch, Figures]:
-        work = [self._with_engines(self._manager.generate.remote(rollout_id))]
+        work = asyncio.ensure_future(self._with_engines(self._manager.generate.remote(rollout_id)))
         if self._faults.expects("generate", rollout_id + 1):
-            work.append(self._fault_while_generating(rollout_id))
-        rollout, *_ = await asyncio.gather(*work)
+            under_way = asyncio.ensure_future(self._manager.first_request.remote())
+            await asyncio.wait({work, under_way}, return_when=asyncio.FIRST_COMPLETED)
+            await self._fault("generate", rollout_id + 1)
+        rollout = await work
         for line in rollout["warnings"]:
             logger.warning("rollout %d: %s", rollout_id, line)
         return rollout["batch"], dict(rollout["metrics"])
@@ -421,10 +423,6 @@ class OnlineTrainer:
 
     async def _fault(self, stage: str, step: int) -> None:
         await self._faults.at(stage, step, self)
-
-    async def _fault_while_generating(self, rollout_id: int) -> None:
-        await self._manager.first_finished.remote(rollout_id)
-        await self._fault("generate", rollout_id + 1)
 
     def kill_rank(self, role: str) -> None:
         """Kill a process of a training group."""

@@ -47,7 +47,7 @@ class PooledEngine:
         self._up.set()
         self._given_up: str | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._in_flight = 0
+        self.num_in_flight = 0
         self._last_sign = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._busy_since = 0.0
@@ -111,14 +111,14 @@ class PooledEngine:
     # ---------------------------------------------------------------- signs of life
 
     def _begin(self) -> None:
-        self._in_flight += 1
-        if self._in_flight == 1:
+        self.num_in_flight += 1
+        if self.num_in_flight == 1:
             self._last_sign = self._busy_since = time.monotonic()
             self._watch = asyncio.ensure_future(self._watch_over())
 
     def _end(self) -> None:
-        self._in_flight -= 1
-        if self._in_flight == 0:
+        self.num_in_flight -= 1
+        if self.num_in_flight == 0:
             self.busy_s += time.monotonic() - self._busy_since
             if self._watch is not None:
                 self._watch.cancel()

@@ -11,12 +11,6 @@ from miles.data.sample import Sample, SampleStatus
 _STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
 
 
-class Progress(Protocol):
-    """Called after each finished sample with the counts so far."""
-
-    def __call__(self, *, done: int, total: int, tokens: int) -> None: ...
-
-
 class Engine(Protocol):
     """What samples are sent to: a client, or an engine of a pool."""
 
@@ -40,7 +34,6 @@ async def generate_samples(
     top_k: int | None = None,
     max_new_tokens: int | None = None,
     concurrency: int = 256,
-    progress: Progress | None = None,
 ) -> None:
     """Sample a response for every sample, in place.
 
@@ -66,10 +59,8 @@ async def generate_samples(
     limit = args.rollout_max_response_len if max_new_tokens is None else max_new_tokens
     heat = args.rollout_temperature if temperature is None else temperature
     gate = asyncio.Semaphore(concurrency)
-    done = tokens = 0
 
     async def run(sample: Sample) -> None:
-        nonlocal done, tokens
         sampling = SamplingParams(
             max_new_tokens=limit - sample.response_length,
             temperature=heat,
@@ -86,10 +77,6 @@ async def generate_samples(
             _fill(sample, result)
         else:
             sample.status = SampleStatus.TRUNCATED
-        done += 1
-        tokens += sample.response_length
-        if progress is not None:
-            progress(done=done, total=len(samples), tokens=tokens)
 
     try:
         async with asyncio.TaskGroup() as group:

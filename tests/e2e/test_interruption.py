@@ -48,10 +48,9 @@ def test_driver_and_ranks_killed_again_and_again_kl_in_the_reward_two_steps_a_ro
     assert "Traceback" not in ended.err
     assert_no_process_left(ended.mark)
 
-    faults = ["advantages@4=kill_critic", "actor@4=kill_actor"]
-    ended = run("train.py", *flags, "--resume", "--fault-injection", *faults)
+    ended = run("train.py", *flags, "--resume", "--fault-injection", "actor@4=kill_actor")
     assert ended.code == 0, ended.err[-3000:]
-    assert ended.err.count("starting again from the save after rollout 1") == len(faults)
+    assert ended.err.count("starting again from the save after rollout 1") == 1
 
     lines = figures_of(tmp_path / "whole")
     assert figures_of(tmp_path / "run") == lines

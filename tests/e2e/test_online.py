@@ -26,7 +26,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def filtered_flags(online_flags: list[str], rl_files: dict[str, Path]) -> list[Any]:
     """Flags of a run that leaves sampled groups over; its responses are long enough to be lost on the way."""
     flags = [*online_flags, "--dynamic-sampling-filter-path", f"{rl_files['reward']}:keep"]
-    return [*flags, "--over-sampling-batch-size", 16, "--rollout-max-response-len", 16]
+    return [*flags, "--over-sampling-batch-size", 16, "--rollout-max-response-len", 32]
 
 
 def rows_of(run_dir: Path) -> list[list[dict[str, Any]]]:
@@ -74,11 +74,11 @@ def test_lost_drivers_engines_and_ranks_with_two_engines_and_groups_left_over_en
     run_dir = tmp_path / "run"
     flags = [*filtered_flags, "--run-dir", run_dir, "--rollout-num-gpus", 2, "--sglang-health-timeout-s", 12]
     # The steps in which these engines are lost are not done again.
-    faults = ["generate@1=kill_engine", "generate@2=hang_engine", "eval@2=kill_engine", "generate@3=kill_driver"]
+    faults = ["generate@1=kill_engine", "generate@2=hang_engine", "generate@3=kill_driver"]
     killed = run("train.py", *flags, "--fault-injection", *faults)
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     assert killed.err.count("fault injection: ") == len(faults)
-    assert killed.err.count("is lost and is started again") == 3
+    assert killed.err.count("is lost and is started again") == 2
     assert_no_process_left(killed.mark)
     state = json.loads((run_dir / "train_state.json").read_text())
     assert state["prompts"]["leftover"], "this save holds no group that is left over"

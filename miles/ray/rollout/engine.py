@@ -1,15 +1,20 @@
 """A rollout engine as a Ray actor: holds the device, starts the server, ends it."""
 
+from __future__ import annotations
+
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from miles.backends.sglang.server import EngineStartError, SGLangServer
 from miles.config import Args
-from miles.ray.placement_group import Placement
 from miles.utils.logging_utils import configure_logger
+
+if TYPE_CHECKING:
+    # Reserving devices needs torch, which costs a process that only keeps a server seconds.
+    from miles.ray.placement_group import Placement
 
 
 class RolloutEngine:

@@ -35,8 +35,8 @@ _EVAL_ID = -1
 """Takes the place of the rollout id in the seeds of the first evaluation set's samples, so that every evaluation draws
 the same; the sets after it count down."""
 
-
 _MAX_WARNINGS = 10
+_POLL_S = 0.005
 
 
 class RolloutManager:
@@ -50,7 +50,6 @@ class RolloutManager:
         configure_logger(args, source="rollout")
         self._args = args
         self._engines = engines
-        self._first_finished: dict[int, asyncio.Event] = {}
         self._notes: list[str] = []
 
     async def start(self) -> list[str]:
@@ -131,12 +130,10 @@ class RolloutManager:
         """Engine `number` will not come back: its requests fail."""
         self._pool.engines[number].give_up(reason)
 
-    async def first_finished(self, rollout_id: int) -> None:
-        """Wait until the first sample of a rollout is finished."""
-        await self._finished_event(rollout_id).wait()
-
-    def _finished_event(self, rollout_id: int) -> asyncio.Event:
-        return self._first_finished.setdefault(rollout_id, asyncio.Event())
+    async def first_request(self) -> None:
+        """Wait until the first engine works on a request."""
+        while not self._pool.engines[0].num_in_flight:
+            await asyncio.sleep(_POLL_S)
 
     # ---------------------------------------------------------------- samples
 
@@ -257,13 +254,7 @@ class RolloutManager:
                 "max_new_tokens": sampling.max_response_len,
             }
 
-        def progress(*, done: int, total: int, tokens: int) -> None:
-            if done == 1:
-                self._finished_event(rollout_id).set()
-
-        await generate_samples(
-            samples, clients=self._pool.engines, args=args, rollout_id=rollout_id, progress=progress, **own
-        )
+        await generate_samples(samples, clients=self._pool.engines, args=args, rollout_id=rollout_id, **own)
         for sample in samples:
             sample.response = self._tokenizer.decode(sample.response_tokens, skip_special_tokens=True)
         finished = [sample for sample in samples if sample.status in TRAINABLE_STATUSES]

@@ -62,17 +62,10 @@ async def test_two_runs_give_the_same_samples_and_other_rollouts_other_ones(sgla
 
 
 async def test_samples_are_whole_and_scored(sglang_server, make_samples, tokenizer):
-    samples, counts = make_samples(), []
+    samples = make_samples()
     prompts = [list(sample.tokens) for sample in samples]
     async with sglang_server.client() as client:
-        await generate_samples(
-            samples,
-            clients=[client],
-            args=ARGS,
-            rollout_id=3,
-            progress=lambda *, done, total, tokens: counts.append((done, total)),
-        )
-    assert counts == [(n + 1, 32) for n in range(32)]
+        await generate_samples(samples, clients=[client], args=ARGS, rollout_id=3)
     for sample, prompt in zip(samples, prompts, strict=True):
         sample.check_aligned()
         assert sample.tokens[: sample.prompt_length] == prompt
