@@ -150,7 +150,8 @@ def gspo(
     mean_B = row_sums(log_ratio_T.double(), row_T=row_T, num_rows=num_rows) / count_B
     log_s_T = masked(mean_B[row_T].float(), mask=loss_mask)
     own_T = masked(log_probs.float(), mask=loss_mask)
-    ratio_T = (log_s_T + own_T - own_T.detach()).clamp(max=_GSPO_MAX_LOG_RATIO).exp()
+    # in this order: the gradient of own_T at the very value of log_s_T, which adding to own_T first would round
+    ratio_T = (log_s_T + (own_T - own_T.detach())).clamp(max=_GSPO_MAX_LOG_RATIO).exp()
     loss_T, metrics = _clipped_surrogate(
         ratio_T,
         masked(advantages.detach().float(), mask=loss_mask),

@@ -232,6 +232,27 @@ def test_gspo_gradient_is_that_of_the_sequence_objective():
     assert metrics["clipped"].item() == 1
 
 
+@pytest.mark.parametrize(("log_s", "clipped"), [(2.998e-4, 0), (3.002e-4, 2000)])
+def test_gspo_sequence_beside_the_bound_is_clipped_whole_or_not_at_all(log_s, clipped):
+    # float32 numbers of about -20 are 2e-6 apart, ten times the distance of log s from the bound 3e-4
+    log_probs = torch.linspace(-20.0, -0.5, 2000, dtype=torch.float64)
+    leaf = log_probs.clone().requires_grad_()
+    loss, metrics = gspo(
+        log_probs=leaf,
+        old_log_probs=log_probs - log_s,
+        advantages=torch.ones(2000),
+        loss_mask=torch.ones(2000),
+        row_T=torch.zeros(2000, dtype=torch.long),
+        num_rows=1,
+        eps_clip=3e-4,
+        eps_clip_high=math.expm1(3e-4),
+    )
+    loss.sum().backward()
+    assert metrics["clipped"].item() == clipped
+    assert torch.unique(loss.detach()).numel() == 1
+    assert int((leaf.grad == 0).sum()) == clipped
+
+
 def test_gspo_huge_sequence_ratio_stays_finite():
     loss, _ = gspo(
         log_probs=tensor(0.0),
