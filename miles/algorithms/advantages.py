@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from miles.algorithms.aggregation import TRAJECTORY_COLUMNS
 from miles.algorithms.gae import adaptive_lambda, check_decay, discounted_row_sums, gae_rows, row_ends
 from miles.algorithms.whitening import whiten
 
@@ -191,7 +192,7 @@ class AdvantageBatch:
     @cached_property
     def trajectory_N(self) -> np.ndarray:
         """Number of each row's trajectory, 0 to M - 1."""
-        for name in ("compaction_trajectory_ids", "trajectory_ids"):
+        for name in TRAJECTORY_COLUMNS:
             if name in self:
                 return _numbered(self._column(name))
         return np.arange(self.num_rows)

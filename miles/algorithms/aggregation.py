@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TRAJECTORY_COLUMNS = ("compaction_trajectory_ids", "trajectory_ids")
+"""Batch columns whose equal entries make rows one trajectory, the first that is there: segments, fan-out siblings."""
 LOSS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 

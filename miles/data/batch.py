@@ -1,6 +1,5 @@
 """The column batch: a dict of equal-length lists, one declared schema per objective, validated once on the CPU."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,9 @@ REQUIRED_COLUMNS = {
     "value": (*_COMMON, "returns"),
     "policy": (*_COMMON, "advantages"),
 }
-KNOWN_COLUMNS = _PER_TOKEN | {*_COMMON, "sample_ids", "group_indices", "rewards", "failed", *COMPACTION_COLUMNS}
+KNOWN_COLUMNS = _PER_TOKEN | {
+    *(*_COMMON, "sample_ids", "group_indices", "trajectory_ids", "rewards", "failed", *COMPACTION_COLUMNS),
+}
 
 
 def validate_batch(batch: dict[str, Any], objective: str) -> None:
@@ -93,9 +94,13 @@ def _first(bad: np.ndarray, lengths: Sequence[int]) -> tuple[int, int] | None:
     return row, place - int(ends[row] - lengths[row])
 
 
+_LARGEST = float(np.finfo(np.float64).max)
+"""An integer of Python's may be larger, which no float64 holds."""
+
+
 def check_reward(reward: Any, where: str) -> None:
     """Raise ValueError, naming `where`, unless `reward` is a finite real number (bool counts as 0 or 1)."""
-    if not isinstance(reward, (int, float, np.integer, np.floating)) or not math.isfinite(reward):
+    if not isinstance(reward, (int, float, np.integer, np.floating)) or not abs(reward) <= _LARGEST:
         raise ValueError(f"reward of {where} is {reward!r}, expected a finite number")
 
 
@@ -128,9 +133,13 @@ def samples_to_batch(samples: Sequence[Sample]) -> dict[str, Any]:
     trained on and its reward of 0 counts in no group. Where there are any, the column "failed" says which.
 
     Raises:
-        ValueError: a sample that is aborted, pending, unscored or misaligned, naming its index.
+        ValueError: a sample that is aborted, pending, unscored, misaligned or there twice, naming its index.
     """
+    seen: set[int] = set()
     for sample in samples:
+        if sample.index in seen:
+            raise ValueError(f"sample {sample.index} is there twice; every sample needs an index of its own")
+        seen.add(sample.index)
         if sample.status is not SampleStatus.FAILED:
             if sample.status not in TRAINABLE_STATUSES:
                 raise ValueError(f"sample {sample.index} is {sample.status.value}; drop it before training")

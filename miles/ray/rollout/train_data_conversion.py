@@ -6,16 +6,13 @@ from typing import Any
 
 import ray
 
-from miles.algorithms.aggregation import sequence_counts
+from miles.algorithms.aggregation import TRAJECTORY_COLUMNS, sequence_counts
 from miles.algorithms.corrections import mean_weight
 from miles.backends.megatron.policy import correction_of
 from miles.config import Args
 from miles.config.hf_folder import read_model_config
 from miles.data.batch import ragged, select_rows
 from miles.data.schedule import build_schedule, localize
-
-# Rows with one id are one sequence: segments of a compacted trajectory.
-TRAJECTORY_COLUMN = "compaction_trajectory_ids"
 
 _MAX_OBJECTS = 64
 """Most objects that a batch lies in. To put one takes a millisecond, so one per rank keeps the driver busy for seconds
@@ -84,9 +81,8 @@ def _deal(
         )
     else:
         schedule = build_schedule(lengths, dp_size=dp_size, micro_batch_size=args.micro_batch_size)
-    sequence_tokens, num_sequences, num_tokens = sequence_counts(
-        batch["loss_masks"], trajectory_ids=batch.get(TRAJECTORY_COLUMN)
-    )
+    trajectory_ids = next((batch[name] for name in TRAJECTORY_COLUMNS if name in batch), None)
+    sequence_tokens, num_sequences, num_tokens = sequence_counts(batch["loss_masks"], trajectory_ids=trajectory_ids)
     counts: dict[str, Any] = {"samples": len(lengths), "sequences": num_sequences, "tokens": num_tokens}
     correction = correction_of(args) if "advantages" in batch else None
     if correction is not None and correction.batch_normalize:
