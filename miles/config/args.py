@@ -268,6 +268,19 @@ class Args(
         assert self.critic_num_nodes is not None and self.critic_num_gpus_per_node is not None
         return self.critic_num_nodes * self.critic_num_gpus_per_node
 
+    def optimizer_steps(self, role: Role) -> int | None:
+        """Optimizer steps of a role in the whole of an online run, None where its length is not known.
+
+        A critic goes `num_critic_epochs` times over each rollout, an actor passes over the first
+        `num_critic_only_steps` rollouts.
+        """
+        if self.num_rollout is None:
+            return None
+        if role == "critic":
+            return self.num_rollout * self.num_steps_per_rollout * self.num_critic_epochs
+        # A rule refuses a run that trains the critic alone.
+        return max(1, self.num_rollout - self.num_critic_only_steps) * self.num_steps_per_rollout
+
     def engine_cache_tokens(self, device: str) -> int | None:
         """Tokens of a rollout engine's key-value cache on a kind of device; None leaves them to SGLang."""
         if self.sglang_max_total_tokens is None and device == "cpu":

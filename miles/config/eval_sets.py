@@ -1,5 +1,6 @@
 """Evaluation sets as the command line writes them: `PATH` or `NAME:PATH`, with their own sampling beside them."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -30,9 +31,9 @@ _READ: dict[str, Callable[[str], Any]] = {
     "max_prompts": int,
 }
 _BOUNDS: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda x: x >= 0,
+    "temperature": lambda x: 0 <= x < math.inf,
     "top_p": lambda x: 0 < x <= 1,
-    "top_k": lambda x: x >= -1,
+    "top_k": lambda x: x == -1 or x >= 1,
     "n_samples": lambda x: x >= 1,
     "max_response_len": lambda x: x >= 1,
     "max_prompts": lambda x: x >= 1,
@@ -86,6 +87,8 @@ def _pairs(text: str, pairs: str) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         if key not in _READ:
             raise ValueError(f"--eval-sampling {text}: unknown key {key!r}, expected one of {', '.join(_READ)}")
+        if key in found:
+            raise ValueError(f"--eval-sampling {text}: {key} is given twice")
         try:
             found[key] = _READ[key](value)
         except ValueError:

@@ -14,13 +14,25 @@ NOT_IN_FILES = frozenset({"config", "print_config"})
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice in one mapping."""
+    """A safe loader that refuses a key given twice in one mapping, and says where a value stands that is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, AttributeError, KeyError, OverflowError) as error:
+            # A date that is none, or text behind a tag such as !!int.
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(problem=f"{node.value!r} is no {kind}", problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(problem="a key is a list or a mapping", problem_mark=key_node.start_mark)
             if key in seen:
                 raise ValueError(
                     f"{node.start_mark.name}:{line}: key {key!r} is given twice (first in line {seen[key]})"
@@ -54,6 +66,8 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise ValueError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         raise ValueError(f"{path}: not valid YAML: {error.reason}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not valid YAML: nested too deeply") from None
     finally:
         loader.dispose()
     lines = {str(key_node.value): key_node.start_mark.line + 1 for key_node, _ in node.value}

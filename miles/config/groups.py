@@ -41,6 +41,18 @@ def _recipe(domain: Any) -> Any:
     return domain
 
 
+def _top_k(count: int) -> int:
+    if count != -1 and count < 1:
+        raise ValueError("must be at least 1, or -1 for all")
+    return count
+
+
+def _without_zero_byte(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a zero byte is not accepted here")
+    return text
+
+
 def _one_or_more(value: Any) -> Any:
     """A file may give a list's only item without brackets, or null for none."""
     return [value] if isinstance(value, str) else [] if value is None else value
@@ -52,11 +64,12 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """What NumPy can be seeded with, here and in SGLang."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+TopK = Annotated[int, AfterValidator(_top_k)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(ge=0, lt=1)]
 Sha256 = Annotated[str, AfterValidator(_lower_case_digest)]
 HookPath = Annotated[str, AfterValidator(_hook_path)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_zero_byte)]
 TextList = Annotated[list[Text], BeforeValidator(_one_or_more)]
 
 
@@ -73,7 +86,9 @@ class Group(BaseModel):
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
+        given = value if isinstance(value, list | tuple) else [value]
+        plain = cls.model_fields[info.field_name].annotation in (bool, bool | None)
+        if not plain and any(isinstance(one, bool) for one in given):
             raise ValueError("a boolean is not accepted here")
         return value
 
@@ -232,7 +247,7 @@ class RolloutGroup(Group):
     rollout_max_response_len: Positive | None = Field(None, description="Tokens of a response at most.")
     rollout_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature.")
     rollout_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
-    rollout_top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="Sample among the k likeliest; -1: all.")
+    rollout_top_k: TopK = Field(-1, description="Sample among the k likeliest; -1: all.")
     rollout_stop_token_ids: CliVariadicArg[list[NonNegative]] = Field(
         [], description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
@@ -295,9 +310,7 @@ class EvalGroup(Group):
     eval_temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature in evaluation; 0 is greedy.")
     n_samples_per_eval_prompt: Positive = Field(1, description="Responses sampled for each held-out prompt.")
     eval_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass in evaluation.")
-    eval_top_k: Annotated[int, Field(ge=-1)] = Field(
-        -1, description="Sample among the k likeliest in evaluation; -1: all."
-    )
+    eval_top_k: TopK = Field(-1, description="Sample among the k likeliest in evaluation; -1: all.")
     eval_max_response_len: Positive | None = Field(
         None, description="Tokens of a response in evaluation at most (unset: --rollout-max-response-len)."
     )
@@ -527,6 +540,11 @@ class RunGroup(Group):
     )
     allow_config_change: CliVariadicArg[TextList] = Field(
         [], description="Settings that may differ from those of the last save, by name, on --resume."
+    )
+    placement_timeout_s: PositiveFloat | None = Field(
+        1800.0,
+        description="Seconds to wait for devices that other jobs of the Ray cluster hold, before the start is given "
+        "up; null: for ever.",
     )
     max_restarts: NonNegative = Field(
         3,

@@ -1,6 +1,7 @@
 """What a Hugging Face model folder says of itself without torch: is it there, whole, and of one piece."""
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,10 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
     count = 0
     for file in weight_files(folder):
         for entry in read_safetensors_header(file).values():
-            size = 1
-            for length in entry["shape"]:
-                size *= length
-            count += size
+            count += math.prod(entry["shape"])
+    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+        if (folder / name).exists():
+            read_json_object(folder / name)
     tokenizer = folder / "tokenizer.json"
     if tokenizer.exists():
         highest = highest_token_id(tokenizer)
@@ -68,8 +70,21 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing or damaged.
     """
-    whole = read_json_object(Path(folder) / "config.json")
-    return whole.get("text_config", whole)
+    path = Path(folder) / "config.json"
+    whole = read_json_object(path)
+    own = whole.get("text_config", whole)
+    if not isinstance(own, dict):
+        raise ValueError(f"{path}: text_config is {own!r}, expected an object")
+    return own
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model folder holds a chat template, in any of the places where transformers looks for one."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in files):
+        return True
+    path = folder / TOKENIZER_CONFIG
+    return path.exists() and bool(read_json_object(path).get("chat_template"))
 
 
 def positive_integer(config: dict[str, Any], key: str, path: Path) -> int:
@@ -135,8 +150,12 @@ def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            complete = all(isinstance(entry["shape"], list) for entry in header.values())
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            complete = all(
+                isinstance(entry["shape"], list)
+                and all(type(length) is int and length >= 0 for length in entry["shape"])
+                for entry in header.values()
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             complete, end = False, size
     if not complete:
         raise ValueError(f"{path}: damaged: its safetensors header cannot be read")
@@ -156,7 +175,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or truncated: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
@@ -175,6 +194,6 @@ def highest_token_id(path: Path) -> int:
         # Unigram models list their pieces; the others map pieces to ids.
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+        return max(ids, default=-1)
     except (KeyError, TypeError):
-        raise ValueError(f"{path}: not a tokenizer: no vocabulary in it") from None
-    return max(ids, default=-1)
+        raise ValueError(f"{path}: not a tokenizer: no vocabulary in it, or one whose ids are no integers") from None

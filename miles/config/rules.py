@@ -37,6 +37,7 @@ from miles.config.groups import (
     flag_of,
 )
 from miles.config.hf_folder import HfFolder, inspect_hf_folder
+from miles.contracts.canonical import real_path
 
 _BYTES_PER_PARAMETER = 12
 """A checkpoint holds a float32 weight and Adam's two moments of each parameter."""
@@ -178,21 +179,11 @@ def _decay_of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
     own = args.for_role(role)
     if own.min_lr > own.lr:
         yield f"--min-lr {own.min_lr} is above the peak learning rate {own.lr} of the @role"
-    steps = args.lr_decay_iters or _optimizer_steps(args, entry, role)
+    run = args.replace(source="canary", num_rollout=1) if args.canary_one_step else args
+    steps = args.lr_decay_iters or (args.num_rollout if entry == "train_value" else run.optimizer_steps(role))
     if steps is not None and own.lr_warmup_iters >= steps:
         end = f"--lr-decay-iters {steps}" if args.lr_decay_iters else f"the {steps} optimizer steps of the run"
         yield f"{flag_of('lr_warmup_iters', role)} {own.lr_warmup_iters} must be below {end}"
-
-
-def _optimizer_steps(args: Args, entry: Entry, role: Role) -> int | None:
-    """Optimizer steps of a role in the whole run, as far as they are known."""
-    if entry == "train_value" or args.num_rollout is None:
-        return args.num_rollout
-    rollouts = 1 if args.canary_one_step else args.num_rollout
-    if role == "critic":
-        return rollouts * args.num_steps_per_rollout * args.num_critic_epochs
-    # Another rule refuses a run that trains the critic alone.
-    return max(1, rollouts - args.num_critic_only_steps) * args.num_steps_per_rollout
 
 
 def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
@@ -216,7 +207,7 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
         # A folder that was put into the run folder has nothing of its own to tell.
         if field == "run_dir" or args.source_of(field) != "generated" or "run_dir" not in unusable:
             yield f"{flag_of(field)} {written[field]}: {why}"
-    if args.save and args.critic_save and Path(args.save).resolve() == Path(args.critic_save).resolve():
+    if args.save and args.critic_save and real_path(args.save) == real_path(args.critic_save):
         yield f"--save and --critic-save name the same folder {args.save}"
 
 
@@ -601,10 +592,31 @@ def _lengths(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
             f"--max-tokens-per-gpu {args.max_tokens_per_gpu} cannot hold one prompt of {prompt} and its response of "
             f"{response} tokens"
         )
+    yield from _eval_lengths(args, limit=limit, cache=cache)
     vocab_size = model.number("vocab_size")
     for token in args.rollout_stop_token_ids:
         if vocab_size is not None and token >= vocab_size:
             yield f"--rollout-stop-token-ids {token} is outside the model's vocabulary of {vocab_size}"
+
+
+def _eval_lengths(args: Args, *, limit: int | None, cache: int | None) -> Iterator[str]:
+    """Responses of evaluation that leave no room for a prompt of one token."""
+    try:
+        sets = args.eval_sets()
+    except ValueError:
+        # `_evaluation` tells it.
+        return
+    rooms = (("the model's max_position_embeddings", limit), ("--sglang-max-total-tokens", cache))
+    for one in sets:
+        response = one.sampling.max_response_len
+        if response is None or response == args.rollout_max_response_len:
+            continue
+        for what, room in rooms:
+            if room is not None and response >= room:
+                yield (
+                    f"--eval-prompt-data {one.path}: responses of {response} tokens (--eval-max-response-len, or "
+                    f"max_response_len in --eval-sampling) leave no room for a prompt in {what} {room}"
+                )
 
 
 def _disk(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:

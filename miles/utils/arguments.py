@@ -21,6 +21,7 @@ from miles.config.args import Args, Entry
 from miles.config.files import config_yaml, read_config_file
 from miles.config.groups import GROUPS, fields_of, flag_of
 from miles.config.rules import check
+from miles.contracts.canonical import error_text
 from miles.utils.strict_parser import StrictParser
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,13 @@ def parse_args(argv: Sequence[str] | None = None, entry: Entry | None = None) ->
         try:
             args = _with_manifest(args) if entry == "train_value" else args
             warnings = check(args, entry=entry)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if not print_config:
                 raise
-            warnings = [f"a run would be refused: {line}" for line in str(error).splitlines()]
-    except ValueError as error:
-        parser.error(str(error))
+            warnings = [f"a run would be refused: {line}" for line in error_text(error).splitlines()]
+    except (ValueError, OSError) as error:
+        # A path below a folder that may not be looked into, or with a name too long, belongs to whoever gave it.
+        parser.error(error_text(error))
     for warning in warnings:
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if print_config:

@@ -103,6 +103,8 @@ def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_fla
         (["--value-reward-range", "0"], "--value-reward-range"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read: No such file or directory"),
         (["--hf-checkpoint", ""], "--hf-checkpoint"),
+        (["--hf-checkpoint", "m" * 300], f"{'m' * 300}: File name too long"),
+        (["--rollout-top-k", "0"], "--rollout-top-k: must be at least 1, or -1 for all, got"),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line(
@@ -138,6 +140,12 @@ def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], pre
         ("1: 2\n", ":1: unknown key 1"),
         ("seed: !!python/object:os.system {}\n", ":1: not valid YAML"),
         ("a: *b\n", ":1: not valid YAML"),
+        ("seed: 1\n? [lr]\n: 1\n", ":2: not valid YAML: a key is a list or a mapping"),
+        ("seed: 1\nrun_dir: 2024-13-45\n", ":2: not valid YAML: '2024-13-45' is no timestamp"),
+        ("lr: !!float fast\n", ":1: not valid YAML: 'fast' is no float"),
+        (f"lr: {'[' * 5000}\n", ": not valid YAML: nested too deeply"),
+        ('run_dir: "a\\0b"\n', ":1: run_dir: a zero byte is not accepted here"),
+        ("rollout_stop_token_ids: [true]\n", ":1: rollout_stop_token_ids: a boolean is not accepted here"),
     ],
 )
 def test_mistake_in_the_file_names_file_line_and_key(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from miles.config.hf_folder import INDEX_FILE, inspect_hf_folder, read_model_config
+from miles.config.hf_folder import INDEX_FILE, has_chat_template, inspect_hf_folder, read_model_config
 
 
 def test_whole_folder_is_described(hf_folder: Path) -> None:
@@ -50,6 +50,15 @@ def test_nested_text_config_is_read(hf_folder: Path) -> None:
             "does not fit the model: it has id 9, config.json has vocab_size 8",
         ),
         (INDEX_FILE, b'{"weight_map": {"w": "a.safetensors"}}', "lists a.safetensors, which is missing"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": "1", "b": 2}}}', "no vocabulary in it, or one whose ids are"),
+        ("config.json", b'{"text_config": null}', "config.json: text_config is None, expected an object"),
+        ("config.json", b"[" * 100_000, "config.json: damaged or truncated: maximum recursion depth exceeded"),
+        ("tokenizer_config.json", b'{"chat_template": ', "tokenizer_config.json: damaged or truncated"),
+        (
+            "model.safetensors",
+            struct.pack("<Q", 54) + b'{"w":{"dtype":"F32","shape":["4"],"data_offsets":[0,0]}'[:54],
+            "damaged: its safetensors header cannot be read",
+        ),
         (INDEX_FILE, b"{}", "expected a 'weight_map'"),
     ],
 )
@@ -99,3 +108,18 @@ def test_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
         inspect_hf_folder(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("tokenizer_config.json", '{"eos_token": "a"}', False),
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}', True),
+        ("chat_template.jinja", "{{ messages }}", True),
+    ],
+)
+def test_chat_template_is_found_where_transformers_looks(
+    hf_folder: Path, name: str, content: str, found: bool
+) -> None:
+    (hf_folder / name).write_text(content)
+    assert has_chat_template(hf_folder) is found

@@ -850,3 +850,19 @@ def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:
     Args.build(max_tokens_per_gpu=3)
     with pytest.raises(ValueError, match="--max-tokens-per-gpu has no effect"):
         Args.build(check=True, **online, max_tokens_per_gpu=3)
+
+
+@pytest.mark.parametrize("how", [{"eval_max_response_len": 64}, {"eval_sampling": ["a:max_response_len=64"]}])
+def test_evaluation_whose_responses_leave_no_room_for_a_prompt_is_refused(
+    online: dict[str, Any], how: dict[str, Any]
+) -> None:
+    settings = online | {"eval_prompt_data": [f"a:{online['prompt_data']}"], "eval_interval": 1, **how}
+    (line,) = problems(settings, "train")
+    assert line.startswith(f"--eval-prompt-data {online['prompt_data']}: responses of 64 tokens")
+    assert line.endswith("leave no room for a prompt in the model's max_position_embeddings 64")
+
+
+def test_folder_behind_a_loop_of_links_is_one_line(online: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    settings = online | {"save": str(tmp_path / "loop"), "critic_save": str(tmp_path / "critic")}
+    assert problems(settings, "train") == [f"--save {tmp_path / 'loop'}: is not a folder"]
