@@ -1,5 +1,6 @@
 """The column batch: a dict of equal-length lists, one declared schema per objective, validated once on the CPU."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,13 +95,14 @@ def _first(bad: np.ndarray, lengths: Sequence[int]) -> tuple[int, int] | None:
     return row, place - int(ends[row] - lengths[row])
 
 
-_LARGEST = float(np.finfo(np.float64).max)
-"""An integer of Python's may be larger, which no float64 holds."""
-
-
 def check_reward(reward: Any, where: str) -> None:
     """Raise ValueError, naming `where`, unless `reward` is a finite real number (bool counts as 0 or 1)."""
-    if not isinstance(reward, (int, float, np.integer, np.floating)) or not abs(reward) <= _LARGEST:
+    try:
+        finite = isinstance(reward, (int, float, np.integer, np.floating)) and math.isfinite(reward)
+    except OverflowError:
+        # An integer of Python's that no float holds.
+        finite = False
+    if not finite:
         raise ValueError(f"reward of {where} is {reward!r}, expected a finite number")
 
 

@@ -1,13 +1,15 @@
 """Prompts from a JSONL file: validated and tokenised once, reshuffled each epoch, resumable at any position."""
 
 import hashlib
-import json
 import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from miles.contracts.canonical import StrictJsonError, canonical_json_bytes, parse_strict_json
+from miles.data.sao import SEGMENT_KEY
 
 _TOKENIZE_ROWS = 1024  # rows handed to the tokenizer at once
 
@@ -23,8 +25,13 @@ class PromptRow:
     metadata: dict[str, Any]
 
 
-def check_prompt_file(path: Path, *, input_key: str, metadata_key: str, apply_chat_template: bool) -> None:
+def check_prompt_file(
+    path: Path, *, input_key: str, metadata_key: str, apply_chat_template: bool, segments_allowed: bool = True
+) -> None:
     """Look at every line of a file as `PromptSource` does, but for what only a tokenizer can tell.
+
+    Args:
+        segments_allowed: metadata may make a prompt's samples segments of compacted trajectories.
 
     Raises:
         ValueError: `path:line` and what was expected; a file without prompts.
@@ -34,13 +41,19 @@ def check_prompt_file(path: Path, *, input_key: str, metadata_key: str, apply_ch
         for number, line in enumerate(file, start=1):
             if line.strip():
                 empty = False
-                _parse_row(
+                row = _parse_row(
                     line,
                     where=f"{path}:{number}",
                     input_key=input_key,
                     metadata_key=metadata_key,
                     messages_allowed=apply_chat_template,
                 )
+                if not row[input_key] and not apply_chat_template:
+                    raise ValueError(f"{path}:{number}: the prompt is empty")
+                if not segments_allowed and SEGMENT_KEY in (row.get(metadata_key) or {}):
+                    raise ValueError(
+                        f"{path}:{number}: {metadata_key!r} has {SEGMENT_KEY}, which needs --sao-compaction"
+                    )
     if empty:
         raise ValueError(f"prompt data {path}: no prompts")
 
@@ -49,14 +62,22 @@ def _parse_row(
     line: bytes, *, where: str, input_key: str, metadata_key: str, messages_allowed: bool
 ) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        row = parse_strict_json(line)
+    except StrictJsonError as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    if b"\\u" in line:
+        try:
+            canonical_json_bytes(row)
+        except UnicodeEncodeError as error:
+            lone = error.object[error.start]
+            raise ValueError(
+                f"{where}: {lone!r} is half of a character (a lone surrogate), which is no text"
+            ) from None
     if input_key not in row:
         raise ValueError(f"{where}: no key {input_key!r}; the row has {sorted(row)}")
-    if not isinstance(row.get(metadata_key) or {}, dict):
+    if row.get(metadata_key) is not None and not isinstance(row[metadata_key], dict):
         raise ValueError(f"{where}: {metadata_key!r} must be a JSON object")
     prompt = row[input_key]
     if isinstance(prompt, str):

@@ -1,12 +1,13 @@
 """One trajectory: prompt and response tokens with every per-token column kept aligned."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from miles.contracts.canonical import parse_strict_json
 
 
 class SampleStatus(StrEnum):
@@ -108,7 +109,7 @@ class Sample:
         """Inverse of `to_dict`.
 
         Raises:
-            ValueError: unknown or missing fields, unknown status, misaligned columns.
+            ValueError: unknown or missing fields, a value of another type, unknown status, misaligned columns.
         """
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):
@@ -117,9 +118,42 @@ class Sample:
             name for name in ("index", "group_index", "rollout_id", "prompt", "tokens") if name not in data
         ]:
             raise ValueError(f"sample misses fields: {', '.join(missing)}")
+        for name, value in data.items():
+            _check_type(name, value)
         sample = cls(**{**data, "status": SampleStatus(data.get("status", SampleStatus.PENDING.value))})
         sample.check_aligned()
         return sample
+
+
+_NUMBERS = frozenset({int, float})
+_LISTS: dict[str, frozenset[type]] = {
+    "tokens": frozenset({int}),
+    "loss_mask": _NUMBERS | {bool},
+    "rollout_log_probs": _NUMBERS,
+    "weight_versions": frozenset({str}),
+}
+"""Types of the entries of a sample's lists."""
+_PLAIN: dict[str, frozenset[type]] = {
+    **dict.fromkeys(("index", "group_index", "rollout_id", "response_length"), frozenset({int})),
+    **dict.fromkeys(("prompt", "response", "status"), frozenset({str})),
+    "metadata": frozenset({dict}),
+    "reward": _NUMBERS | {bool, type(None)},
+}
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Raise ValueError unless a value out of JSON has the type of the field `name`."""
+    found, allowed, entries = {type(value)}, _PLAIN.get(name), ""
+    if name in _LISTS:
+        allowed, entries = frozenset({list}), "a list of "
+        if isinstance(value, list):
+            # As a set: a loop over every token is slow.
+            found, allowed = set(map(type, value)), _LISTS[name]
+    if allowed is not None and not found <= allowed:
+        known = _LISTS.get(name, allowed)
+        kinds = " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in known))
+        others = ", ".join(sorted(kind.__name__ for kind in found - allowed))
+        raise ValueError(f"sample: {name} must be {entries}{kinds}, got {others}")
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -129,10 +163,11 @@ def read_samples(path: Path) -> list[Sample]:
         ValueError: a line that is no sample, naming `path:line`; a file without samples.
     """
     samples = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                row = json.loads(line)
+                # A log-probability that nothing reads may be what JSON has no name for.
+                row = parse_strict_json(line, allow_non_finite=True)
                 if not isinstance(row, dict):
                     raise ValueError("expected a JSON object")
                 samples.append(Sample.from_dict(row))

@@ -13,6 +13,8 @@ import numpy as np
 
 from miles.data.sample import Sample, SampleStatus
 
+SEGMENT_KEY = "compaction_trajectory_id"
+"""What a sample has in its metadata if it is a segment."""
 COMPACTION_COLUMNS = (
     "compaction_trajectory_ids",
     "compaction_segment_indices",
@@ -32,11 +34,10 @@ def compaction_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     Raises:
         ValueError: some samples are segments and some are not, or a segment's metadata misses a key.
     """
-    segments = [sample for sample in samples if "compaction_trajectory_id" in sample.metadata]
-    if not segments:
+    if not any(SEGMENT_KEY in sample.metadata for sample in samples):
         return {}
     for sample in samples:
-        keys = ("compaction_trajectory_id", "compaction_segment_index", "compaction_segment_type")
+        keys = (SEGMENT_KEY, "compaction_segment_index", "compaction_segment_type")
         if missing := [key for key in keys if key not in sample.metadata]:
             raise ValueError(
                 f"sample {sample.index}: its batch has compacted segments, it misses {', '.join(missing)}"
@@ -44,12 +45,26 @@ def compaction_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         version = sample.metadata.get("compaction_schema_version", _SCHEMA_VERSION)
         if version != _SCHEMA_VERSION:
             raise ValueError(f"sample {sample.index}: compaction_schema_version {version}, expected {_SCHEMA_VERSION}")
-    ids = [sample.metadata["compaction_trajectory_id"] for sample in samples]
+    ids = [sample.metadata[SEGMENT_KEY] for sample in samples]
     indices = [int(sample.metadata["compaction_segment_index"]) for sample in samples]
     masks = [[] if sample.status is SampleStatus.FAILED else sample.loss_mask for sample in samples]
     subsequent, totals = compaction_token_counts(trajectory_ids=ids, segment_indices=indices, loss_masks=masks)
     types = [sample.metadata["compaction_segment_type"] for sample in samples]
     return dict(zip(COMPACTION_COLUMNS, (ids, indices, types, subsequent, totals), strict=True))
+
+
+def refuse_segments(batch: Mapping[str, Any], *, compaction: bool, where: str) -> None:
+    """Raise ValueError, naming `where`, if there are segments of trajectories and training takes none.
+
+    Their columns alone would change what estimators and denominators do.
+    """
+    if COMPACTION_COLUMNS[0] in batch and not compaction:
+        raise ValueError(f"{where}: holds segments of compacted trajectories, which need --sao-compaction")
+
+
+def failed_rows(batch: Mapping[str, Any]) -> Sequence[bool]:
+    """Which rows are of samples that got no reward: the column "failed", which a batch without any has not."""
+    return batch.get("failed", [False] * len(batch["loss_masks"]))
 
 
 def validate_sao_train_data(
@@ -79,7 +94,7 @@ def validate_sao_train_data(
     active = [_check_row(batch, row) for row in range(count)]
     if sum(active) < 1:
         raise ValueError("SAO needs at least one active action token: every loss mask is zero")
-    failed = batch.get("failed", [False] * count)
+    failed = failed_rows(batch)
     for row in range(count):
         if not active[row] and not failed[row]:
             raise ValueError(f"loss_masks of row {row} is zero: SAO needs an active action token in every row")

@@ -9,13 +9,18 @@ from miles.config import Args
 from miles.config.groups import flag_of
 from miles.config.rules import saved_to
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
-from miles.contracts.canonical import sha256_file
+from miles.contracts.canonical import require_int, sha256_file
 from miles.contracts.chain import describe_checkpoint, iteration_folder
+from miles.rollout.preflight import refuse_other_prompts
 from miles.utils.tracking_utils.run_folder import read_run_json, refuse_changed_config
 
 STATE_FILE = "train_state.json"
 """Written last of a save: what it names is complete, and a resume starts from it."""
 STATE_SCHEMA = "miles.train-state.v3"
+_STATE_KEYS = frozenset(
+    {"rollout_id", "iteration", "weight_version", "kl_coef", "settings", "prompts", "actor_checkpoint"}
+    | {"critic_checkpoint"}
+)
 
 
 def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
@@ -29,7 +34,7 @@ def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: invalid JSON: {error}") from None
     if not isinstance(state, dict) or state.get("schema") != STATE_SCHEMA:
         found = state.get("schema") if isinstance(state, dict) else None
@@ -37,6 +42,10 @@ def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
             f"{path}: schema must be {STATE_SCHEMA!r}, got {found!r}; a run of another version of miles goes on "
             "with that version: name another --run-dir"
         )
+    if missing := sorted(_STATE_KEYS - state.keys()):
+        raise ValueError(f"{path}: misses {', '.join(missing)}, which every save writes")
+    require_int(state["rollout_id"], field=f"{path}: rollout_id", minimum=0)
+    require_int(state["iteration"], field=f"{path}: iteration", minimum=1)
     return state
 
 
@@ -98,12 +107,8 @@ def check_resume(args: Args, state: dict[str, Any]) -> Args:
     saved = state["settings"]
     refuse_changed_config(args, saved)
     if args.load_rollouts is None:
-        assert args.prompt_data is not None
-        if sha256_file(args.prompt_data) != state["prompts"]["sha256"]:
-            raise ValueError(
-                f"--resume: --prompt-data {args.prompt_data} is not the file that the run samples from: its SHA-256 "
-                f"is not {state['prompts']['sha256']}"
-            )
+        assert args.run_dir is not None
+        refuse_other_prompts(args, state["prompts"], where=Path(args.run_dir) / STATE_FILE)
         if state["prompts"]["leftover"] and args.n_samples_per_prompt != saved["n_samples_per_prompt"]:
             raise ValueError(
                 f"--resume: the save holds sampled groups of {saved['n_samples_per_prompt']}, --n-samples-per-prompt "

@@ -11,12 +11,13 @@ from typing import Any
 from miles.config import Args
 from miles.config.choices import is_hook
 from miles.config.groups import flag_of
-from miles.config.hf_folder import read_model_config
+from miles.config.hf_folder import has_chat_template, read_model_config
+from miles.contracts.canonical import require_int, sha256_file
 from miles.contracts.publish import publish_json
 from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
-from miles.data.sao import COMPACTION_COLUMNS, validate_sao_train_data
+from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.rollout.rewards import load_function
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
@@ -34,35 +35,42 @@ def check_rollout_inputs(args: Args) -> None:
     loaded, read them all.
 
     Raises:
-        ValueError: the run folder holds work of an earlier run, a function cannot be imported, a line of a prompt file
-            is no prompt (`path:line`), no row of a file has a key, or a kept rollout is missing or cannot be trained
-            on.
+        ValueError: the run folder holds work of an earlier run, a function cannot be imported or called, a line of a
+            prompt file is no prompt (`path:line`), no row of a file has a key, the tokenizer has no chat template to
+            apply, or a kept rollout is missing or cannot be trained on.
     """
     _refuse_earlier_work(args)
-    functions = ["advantage_estimator"] if is_hook(args.advantage_estimator) else []
+    functions = {"advantage_estimator": 2} if is_hook(args.advantage_estimator) else {}
     if args.load_rollouts is None:
-        functions += ["custom_rm_path", "dynamic_sampling_filter_path"]
-    for name in functions:
+        functions |= {"custom_rm_path": 1, "dynamic_sampling_filter_path": 1}
+    for name, arguments in functions.items():
         if (path := getattr(args, name)) is not None:
-            load_function(path, flag=flag_of(name))
+            load_function(path, flag=flag_of(name), arguments=arguments)
     if args.load_rollouts is not None:
         _check_kept_rollouts(args, Path(args.load_rollouts))
         return
+    model = args.hf_checkpoint
+    if args.apply_chat_template and model is not None and not has_chat_template(Path(model)):
+        raise ValueError(
+            f"--apply-chat-template: {model} has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json)"
+        )
     keys = {"input_key": args.input_key}
     keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.source_of(name) != "default"}
     paths = [args.prompt_data, *(one.path for one in args.eval_sets())]
-    for path in map(Path, filter(None, paths)):
-        found = _keys_until(path, wanted=keys.values())
+    for path in filter(None, paths):
+        found = _keys_until(Path(path), wanted=keys.values())
         for name, key in keys.items():
             if found and key not in found:
                 raise ValueError(
                     f"{flag_of(name)} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
                 )
         check_prompt_file(
-            path,
+            Path(path),
             input_key=args.input_key,
             metadata_key=args.metadata_key,
             apply_chat_template=args.apply_chat_template,
+            segments_allowed=args.sao_compaction or path != args.prompt_data,
         )
 
 
@@ -94,14 +102,29 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     refuse_changed_config(args)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: invalid JSON: {error}") from None
     if not isinstance(state, dict) or state.get("schema") != _ROLLOUT_STATE_SCHEMA:
         raise ValueError(f"{path}: schema must be {_ROLLOUT_STATE_SCHEMA!r}; name another --run-dir")
-    for rollout_id in range(state["rollout_id"] + 1):
+    kept = require_int(state.get("rollout_id"), field=f"{path}: rollout_id", minimum=0) + 1
+    for rollout_id in range(kept):
         if not (file := rollout_file(folder, rollout_id)).is_file():
             raise ValueError(f"--resume: {file} is missing, though {path.name} counts it")
+    refuse_other_prompts(args, state.get("prompts"), where=path)
     return state
+
+
+def refuse_other_prompts(args: Args, prompts: Any, *, where: Path) -> None:
+    """Raise ValueError unless a saved state of the prompts, out of the file `where`, is of `--prompt-data`."""
+    sampled = prompts.get("sha256") if isinstance(prompts, dict) else None
+    if sampled is None:
+        raise ValueError(f"{where}: does not say where the prompts stood; name another --run-dir")
+    assert args.prompt_data is not None
+    if sha256_file(args.prompt_data) != sampled:
+        raise ValueError(
+            f"--resume: --prompt-data {args.prompt_data} is not the file that the run samples from: its SHA-256 is "
+            f"not {sampled}"
+        )
 
 
 def set_aside_earlier_work(args: Args) -> None:
@@ -169,13 +192,12 @@ def _check_kept_rollout(args: Args, file: Path, model: dict[str, Any]) -> None:
             )
     try:
         batch = samples_to_batch(samples)
-        if COMPACTION_COLUMNS[0] in batch and not args.sao_compaction:
-            raise ValueError("holds segments of compacted trajectories, which need --sao-compaction")
         if args.policy_objective == "sao_dis":
             token_mean = args.loss_agg_mode == "token-mean"
             validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    refuse_segments(batch, compaction=args.sao_compaction, where=str(file))
     rooms = {"the model's max_position_embeddings": model.get("max_position_embeddings")}
     if args.max_tokens_per_gpu is not None:
         rooms["--max-tokens-per-gpu x --context-parallel-size"] = args.max_tokens_per_gpu * args.context_parallel_size
@@ -197,7 +219,7 @@ def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 keys |= row.keys()

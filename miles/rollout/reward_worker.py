@@ -43,8 +43,13 @@ def _serve(stream: Any) -> None:
         _send(stream, pickle.dumps(("refused", str(error))))
         return
     _send(stream, pickle.dumps(("ready",)))
+    ours = os.getpid()
     while (samples := _receive(stream)) is not None:
-        _send(stream, _answer(function, samples))
+        answer = _answer(function, samples)
+        if os.getpid() != ours:
+            # A child that the function forked and let return: its answer would be taken for that of the next sample.
+            os._exit(0)
+        _send(stream, answer)
 
 
 def _answer(function: Function, samples: list[Sample]) -> bytes:

@@ -48,14 +48,16 @@ class RewardFailed(Exception):
     """The function raised, or its process ended; the text says it in one line."""
 
 
-def load_function(path: str, *, flag: str = "function path") -> Callable[..., Any]:
+def load_function(path: str, *, flag: str = "function path", arguments: int | None = None) -> Callable[..., Any]:
     """The function at "package.module:function" or "path/to/file.py:function".
 
     Args:
         flag: what the path was given as, for the message.
+        arguments: how many it will be called with, by position; None does not ask.
 
     Raises:
-        ValueError: malformed path, no such file, module or function, or an error while the module was imported.
+        ValueError: malformed path, no such file, module or function, an error while the module was imported, or a
+            function that cannot be called with so many arguments.
     """
     given = f"{flag} {path}"
     where, separator, name = path.rpartition(":")
@@ -66,14 +68,29 @@ def load_function(path: str, *, flag: str = "function path") -> Callable[..., An
     else:
         try:
             module = importlib.import_module(where)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{given}: importing {where} failed: {describe(error)}") from error
     function = vars(module).get(name)
     if function is None:
         raise ValueError(f"{given}: {where} has no {name}")
     if not callable(function):
         raise ValueError(f"{given}: {name} is a {type(function).__name__}, not a function")
+    if arguments is not None:
+        _refuse_other_arguments(function, arguments, given)
     return function
+
+
+def _refuse_other_arguments(function: Callable[..., Any], count: int, given: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some builtins do not tell.
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        what = "1 argument" if count == 1 else f"{count} arguments"
+        raise ValueError(f"{given}: it is called with {what}, its signature is {signature}: {error}") from None
 
 
 def _load_file(file: Path, given: str) -> Any:
@@ -87,7 +104,8 @@ def _load_file(file: Path, given: str) -> Any:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # A script without a main guard would end this program too, and not even as a failure.
         del sys.modules[module_name]
         raise ValueError(f"{given}: importing {file} failed: {describe(error)}") from error
     return module
@@ -206,6 +224,11 @@ def rewards_of(value: Any, samples: Sequence[Sample], texts: list[str], function
             f"({samples[0].index} to {samples[-1].index})"
         )
     for sample, text in zip(samples, texts, strict=True):
+        if not isinstance(sample.metadata, dict):
+            raise BadReward(
+                f"reward function {name} replaced the metadata of sample {sample.index} by "
+                f"{type(sample.metadata).__name__}, expected a dict"
+            )
         try:
             if json.dumps(sample.metadata) != text:
                 json.dumps(sample.metadata, allow_nan=False)

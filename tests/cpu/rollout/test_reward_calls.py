@@ -87,6 +87,10 @@ def fails(sample):
 def out_of_time(sample):
     raise TimeoutError("judge")
 
+def forks(sample):
+    pid = os.fork()
+    return -1.0 if pid == 0 else sample.index
+
 def returns_what_cannot_be_sent(sample):
     return lambda: 1.0
 
@@ -150,6 +154,15 @@ async def test_rewards_and_metadata_come_back_to_their_samples_and_nothing_else(
     assert [sample.metadata["seen"] for sample in samples] == [[{"gold": n}, n] for n in range(10, 15)]
     assert all(sample.metadata["kept"] == [1] and sample.tokens == [1] for sample in samples)
     assert os.getpid() not in {sample.metadata["pid"] for sample in samples}
+
+
+async def test_child_that_the_function_forks_and_lets_return_answers_for_nobody(
+    load: Callable[..., RewardFunction],
+) -> None:
+    # Its answer would lie there first when the next sample is asked for.
+    samples = make_samples(6)
+    await score_samples(samples, load("forks", workers=1), timeout_s=30, concurrency=1)
+    assert [sample.reward for sample in samples] == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
 
 
 async def test_metadata_of_an_async_function_comes_back(load: Callable[..., RewardFunction]) -> None:

@@ -118,6 +118,8 @@ def test_samples_to_batch_pickled_has_the_same_rows_as_views_of_one_array_a_colu
         ({"reward": None}, "reward of sample 5 is None"),
         ({"reward": math.nan}, "reward of sample 5 is nan"),
         ({"reward": "1"}, "reward of sample 5 is '1'"),
+        ({"reward": 10**400}, "reward of sample 5 is 10000"),
+        ({"index": 1}, "sample 1 is there twice"),
         ({"loss_mask": [1]}, "sample 5: loss_mask has 1 entries"),
         ({"loss_mask": [1, 2]}, "loss_masks row 1 .sample 5.: expected 2 entries of 0 or 1"),
         ({"loss_mask": [1, 0.5]}, "loss_masks row 1 .sample 5.: expected 2 entries of 0 or 1"),
@@ -127,7 +129,7 @@ def test_samples_to_batch_pickled_has_the_same_rows_as_views_of_one_array_a_colu
 def test_samples_to_batch_unfit_sample_refused_by_index(changes, message):
     # faults.md row 24
     with pytest.raises(ValueError, match=message):
-        samples_to_batch([finished(1), finished(5, **changes)])
+        samples_to_batch([finished(1), finished(**{"index": 5, **changes})])
 
 
 def test_samples_to_batch_failed_sample_keeps_its_row_and_trains_nothing():

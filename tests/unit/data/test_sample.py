@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles.data.sample import Sample, SampleStatus
+from miles.data.sample import Sample, SampleStatus, read_samples
 
 
 def new_sample() -> Sample:
@@ -67,6 +67,14 @@ def test_sample_json_round_trip_gives_the_same_sample():
         ({"rewrad": 1}, "unknown fields: rewrad"),
         ({"loss_mask": [1]}, "loss_mask has 1 entries, response_length is 0"),
         ({"status": "done"}, "done"),
+        ({"loss_mask": 1}, "sample: loss_mask must be a list of bool or float or int, got int"),
+        ({"rollout_log_probs": None}, "rollout_log_probs must be a list of float or int, got NoneType"),
+        ({"tokens": [1, "2", 3]}, "tokens must be a list of int, got str"),
+        ({"weight_versions": [1]}, "weight_versions must be a list of str, got int"),
+        ({"index": "0"}, "index must be int, got str"),
+        ({"response_length": True}, "response_length must be int, got bool"),
+        ({"metadata": None}, "metadata must be dict, got NoneType"),
+        ({"reward": "1"}, "reward must be bool or float or int or null, got str"),
         ({"response_length": 9, "loss_mask": [1] * 9, "rollout_log_probs": [0.0] * 9}, "does not fit 3 tokens"),
     ],
 )
@@ -80,3 +88,21 @@ def test_sample_from_dict_missing_field_named():
     del record["tokens"]
     with pytest.raises(ValueError, match="misses fields: tokens"):
         Sample.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", r":2: not UTF-8: byte 0xff at offset 0"),
+        (b"\xef\xbb\xbf{}", ":2: starts with a byte-order mark"),
+        (b"[" * 100_000, ":2: nested too deeply"),
+        (b'{"index": 0, "index": 1}', ":2: duplicate key 'index'"),
+        (b"[1]", ":2: expected a JSON object"),
+    ],
+)
+def test_read_samples_damaged_line_named(tmp_path, content, message):
+    path = tmp_path / "rollout_000000.jsonl"
+    path.write_bytes(json.dumps(new_sample().to_dict()).encode() + b"\n" + content + b"\n")
+    with pytest.raises(ValueError, match=message) as refused:
+        read_samples(path)
+    assert str(refused.value).startswith(f"{path}:2: ")

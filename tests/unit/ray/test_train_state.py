@@ -22,7 +22,17 @@ from miles.ray.train_state import (
 )
 from miles.utils.tracking_utils.run_folder import update_run_json
 
-STATE = {"schema": STATE_SCHEMA, "rollout_id": 3, "iteration": 4}
+STATE: dict[str, Any] = {
+    "schema": STATE_SCHEMA,
+    "rollout_id": 3,
+    "iteration": 4,
+    "weight_version": 5,
+    "kl_coef": 0.0,
+    "settings": {},
+    "prompts": {},
+    "actor_checkpoint": None,
+    "critic_checkpoint": None,
+}
 
 
 def args_of(folder: Path, **settings: Any) -> Args:
@@ -162,6 +172,11 @@ def test_kl_coefficient_after_a_resume(
         ('{"schema": "miles.train', "invalid JSON"),
         (json.dumps({**STATE, "schema": "miles.train-state.v2"}), "schema must be"),
         ("[]", "schema must be"),
+        (
+            json.dumps({"schema": STATE_SCHEMA, "rollout_id": 3}),
+            "misses actor_checkpoint, critic_checkpoint",
+        ),
+        (json.dumps({**STATE, "rollout_id": "3"}), "rollout_id must be an integer, got '3'"),
     ],
 )
 def test_state_file_that_no_save_wrote_is_refused(text: str, message: str, tmp_path: Path) -> None:

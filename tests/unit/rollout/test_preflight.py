@@ -1,5 +1,6 @@
 """What is told of prompt files and functions before a device is reserved."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from miles.rollout.preflight import (
     publish_rollout_state,
     set_aside_earlier_work,
 )
-from miles.utils.tracking_utils.run_folder import create_run_folder
+from miles.utils.tracking_utils.run_folder import create_run_folder, record_start
 
 
 @pytest.fixture
@@ -53,12 +54,22 @@ def test_default_label_key_that_no_row_has_accepted(args_with: Any) -> None:
         ([1, 2], r"prompts\.jsonl:151: expected a JSON object, got list"),
         ({"question": "1 + 1 ="}, r"prompts\.jsonl:151: no key 'prompt'; the row has \['question'\]"),
         ({"prompt": 3}, r"prompts\.jsonl:151: 'prompt' must be a string"),
+        ({"prompt": ""}, r"prompts\.jsonl:151: the prompt is empty"),
         ({"prompt": "1 +", "metadata": "none"}, r"prompts\.jsonl:151: 'metadata' must be a JSON object"),
     ],
 )
 def test_late_line_that_is_no_prompt_refused_by_line(args_with: Any, late: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}] * 150 + [late]))
+
+
+def test_late_prompt_that_makes_segments_is_refused_by_line_unless_compaction_is_asked_for(args_with: Any) -> None:
+    rows = [{"prompt": "1 +"}, {"prompt": "1 +", "metadata": {"compaction_trajectory_id": "t"}}]
+    with pytest.raises(
+        ValueError, match=r"prompts\.jsonl:2: 'metadata' has compaction_trajectory_id, which needs --sao"
+    ):
+        check_rollout_inputs(args_with(rows))
+    check_rollout_inputs(args_with(rows, sao_compaction=True))
 
 
 def test_prompt_file_without_prompts_refused(args_with: Any) -> None:
@@ -147,6 +158,7 @@ def began(tmp_path: Path) -> Callable[..., Args]:
     def start(**settings: Any) -> Args:
         args = Args.build(run_dir=str(tmp_path / "run"), **settings)
         create_run_folder(args, entry="train")
+        record_start(args, entry="train")
         return args
 
     return start
@@ -205,21 +217,33 @@ def test_run_without_a_save_begins_again_and_keeps_what_it_had(
         assert (folder / f"earlier_{number}" / "rollouts" / "rollout_000000.jsonl").exists()
 
 
-def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(began: Callable[..., Args]) -> None:
-    args = began(rollout_only=True)
+def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
+    began: Callable[..., Args], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n')
+    digest = hashlib.sha256(prompts.read_bytes()).hexdigest()
+    args = began(rollout_only=True, prompt_data=str(prompts))
     resumed = args.replace(source="flag", resume=True)
     assert kept_rollout_state(args) is None
     with pytest.raises(ValueError, match=r"--resume: .* holds no rollout of --rollout-only"):
         kept_rollout_state(resumed)
     for number in (0, 1):
         folder = leave_rollout(args, number)
-        publish_rollout_state(folder, number, {"position": number})
+        publish_rollout_state(folder, number, {"position": number, "sha256": digest})
     with pytest.raises(ValueError, match="holds the 2 kept rollouts of an earlier run; pass --resume to go on"):
         check_rollout_inputs(args)
     check_rollout_inputs(resumed)
     state = kept_rollout_state(resumed)
     assert state is not None
-    assert (state["rollout_id"], state["prompts"]) == (1, {"position": 1})
+    assert (state["rollout_id"], state["prompts"]["position"]) == (1, 1)
+    with pytest.raises(ValueError, match=r"prompts.jsonl is not the file that the run samples from: its SHA-256 is"):
+        publish_rollout_state(folder, 1, {"position": 1, "sha256": "0" * 64})
+        kept_rollout_state(resumed)
+    with pytest.raises(ValueError, match=r"state.json: does not say where the prompts stood"):
+        publish_rollout_state(folder, 1, {"position": 1})
+        kept_rollout_state(resumed)
+    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest})
     with pytest.raises(ValueError, match="--resume: seed is 5"):
         kept_rollout_state(resumed.replace(source="flag", seed=5))
     (folder / "rollout_000000.jsonl").unlink()
@@ -248,3 +272,20 @@ def test_advantage_function_refused_where_rollouts_are_loaded(tmp_path: Path) ->
     args = Args.build(load_rollouts=str(tmp_path), num_rollout=1, advantage_estimator="json:missing")
     with pytest.raises(ValueError, match="--advantage-estimator json:missing: json has no missing"):
         check_rollout_inputs(args)
+
+
+@pytest.mark.parametrize("field", ["custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"])
+def test_function_with_another_signature_refused_by_flag(args_with: Any, tmp_path: Path, field: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(prompt, response, label): return 1.0\n")
+    with pytest.raises(ValueError, match=r"its signature is \(prompt, response, label\): missing") as refused:
+        check_rollout_inputs(args_with([{"prompt": "1"}], **{field: f"{file}:f"}))
+    assert str(refused.value).startswith(f"--{field.replace('_', '-')} {file}:f: it is called with ")
+
+
+def test_chat_template_that_the_model_has_not_refused_by_flag(args_with: Any, tmp_path: Path) -> None:
+    args = args_with([{"prompt": "1"}], apply_chat_template=True, hf_checkpoint=str(tmp_path))
+    with pytest.raises(ValueError, match=rf"^--apply-chat-template: {tmp_path} has no chat template"):
+        check_rollout_inputs(args)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    check_rollout_inputs(args)

@@ -264,3 +264,33 @@ def test_load_function_of_a_file_that_fails_names_the_error(tmp_path):
     (tmp_path / "broken.py").write_text("import missing_thing\n")
     with pytest.raises(ValueError, match=r"broken.py failed: ModuleNotFoundError: No module named 'missing_thing'"):
         load_function(f"{tmp_path / 'broken.py'}:f")
+
+
+@pytest.mark.parametrize("code", ["sys.exit()", "sys.exit(0)", "sys.exit('usage: reward.py FILE')"])
+def test_load_function_of_a_script_that_exits_is_an_error_not_the_end_of_the_program(tmp_path, code):
+    (tmp_path / "script.py").write_text(f"import sys\n{code}\n")
+    with pytest.raises(ValueError, match=r"importing .*script.py failed: SystemExit"):
+        load_function(f"{tmp_path / 'script.py'}:f")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count", "reason"),
+    [
+        ("prompt, response, label", 1, "missing a required argument: 'response'"),
+        ("", 1, "too many positional arguments"),
+        ("sample, *, gold", 1, "missing a required argument: 'gold'"),
+        ("batch", 2, "too many positional arguments"),
+        ("sample, weight=1.0", 1, None),
+        ("*everything", 2, None),
+    ],
+)
+def test_load_function_that_cannot_be_called_so_is_refused_by_its_signature(tmp_path, arguments, count, reason):
+    (tmp_path / "mine.py").write_text(f"def f({arguments}): pass\n")
+    path = f"{tmp_path / 'mine.py'}:f"
+    if reason is None:
+        assert callable(load_function(path, flag="--flag", arguments=count))
+        return
+    with pytest.raises(ValueError, match=reason) as refused:
+        load_function(path, flag="--flag", arguments=count)
+    assert str(refused.value).startswith(f"--flag {path}: it is called with {count} argument")
+    assert f"its signature is ({arguments})" in str(refused.value)
