@@ -85,12 +85,16 @@ def connect(args: Args, *, devices: dict[str, int]) -> Cluster:
     resource = "GPU" if kind == "cuda" else CPU_DEVICE
     available = int(resources.get(resource, 0))
     if available < needed:
-        wanted = " + ".join(f"{count} {purpose}" for purpose, count in devices.items())
         hint = "" if kind == "cuda" else f"; start nodes with ray start --resources='{{\"{CPU_DEVICE}\": N}}'"
-        raise ValueError(f"{needed} devices are needed ({wanted}), the Ray cluster has {available}{hint}")
+        raise ValueError(f"{needed} devices are needed ({in_words(devices)}), the Ray cluster has {available}{hint}")
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     logger.info("Ray cluster: %d node(s), %d of %d devices (%s) taken", len(nodes), needed, available, kind)
     return Cluster(device_kind=kind, resource=resource, single_machine=len(nodes) == 1)
+
+
+def in_words(devices: dict[str, int]) -> str:
+    """What devices are for, such as "2 actor + 1 rollout"."""
+    return " + ".join(f"{count} {purpose}" for purpose, count in devices.items())
 
 
 def device_kind(args: Args) -> str:
@@ -121,7 +125,7 @@ def check_before_ray_starts(args: Args, *, entry: Entry) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(f"RAY_ADDRESS {address}: no Ray cluster answers there: {error}") from None
 
 

@@ -8,6 +8,7 @@ from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity, check_identity, find_checkpoint
 from miles.config import Args
 from miles.config.groups import flag_of
+from miles.contracts.artifact import check_checkpoint_listing
 from miles.contracts.chain import iteration_folder
 from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
 from miles.ray.train_state import check_resume
@@ -74,7 +75,8 @@ def check_identities(args: Args) -> None:
     """Compare what the checkpoints to load, the reference model's included, say of themselves with this run.
 
     Raises:
-        ValueError: a folder holds no checkpoint, or one of another model, role or head; names flag and field.
+        ValueError: a folder holds no checkpoint, one that misses a file or has one of another size, or one of another
+            model, role or head; names flag and file or field.
     """
     assert args.hf_checkpoint is not None
     try:
@@ -97,8 +99,9 @@ def check_identities(args: Args) -> None:
             continue
         try:
             folder = find_checkpoint(path)
+            check_checkpoint_listing(folder)
             found = Identity.read(folder)
             bootstrap = field == "critic_load" and found.role == "actor"
             check_identity(found, ours, folder=folder, bootstrap=bootstrap)
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{flag_of(field)}: {error}") from None

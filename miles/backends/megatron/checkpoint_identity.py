@@ -62,7 +62,7 @@ class Identity:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"{folder}: no {IDENTITY_FILE}: not a complete checkpoint") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(raw, dict) or raw.pop("schema", None) != IDENTITY_SCHEMA:
             raise ValueError(f"{path}: schema must be {IDENTITY_SCHEMA!r}")
@@ -72,7 +72,7 @@ class Identity:
                 bounds = head.pop("reward_range")
                 head = ValueHeadIdentity(reward_range=None if bounds is None else tuple(bounds), **head)
             return cls(architecture=Architecture(**raw.pop("architecture")), value_head=head, **raw)
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: damaged ({error})") from None
 
 

@@ -52,3 +52,12 @@ def test_model_folder_whose_weights_do_not_fit_is_refused_by_flag(
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(ValueError, match=f"^{flag}: {config}: num_hidden_layers is 2, the weight files hold 1 layers"):
         check_before_ray_starts(args, entry="train")
+
+
+def test_ray_address_with_a_port_that_cannot_be_is_one_line(
+    tiny_hf_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:99999")
+    args = Args.build(hf_checkpoint=str(tiny_hf_model), device="cpu")
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS 127.0.0.1:99999: no Ray cluster answers there"):
+        check_before_ray_starts(args, entry="train")

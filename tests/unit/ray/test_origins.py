@@ -10,6 +10,7 @@ import pytest
 from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity
 from miles.config import Args
+from miles.contracts.artifact import write_checkpoint_manifest
 from miles.ray.origins import settle
 
 CONFIG: dict[str, Any] = {
@@ -48,6 +49,8 @@ def write_checkpoint(root: Path, model: Path, head: ValueHeadIdentity | None = N
     folder = root / "iter_0000001"
     folder.mkdir(parents=True)
     (folder / "identity.json").write_text(json.dumps(identity.to_dict()))
+    (folder / "weights.distcp").write_text("weights")
+    write_checkpoint_manifest(folder, iteration=1)
     (root / "latest").write_text("iter_0000001\n")
     return root
 
@@ -112,3 +115,18 @@ def test_critic_from_an_actor_or_a_model_is_said_to_have_a_new_head(
         settle(Args.build(use_critic=True, hf_checkpoint=str(model), **origin), None)
     (line,) = [line for line in caplog.messages if "its head is new" in line]
     assert str(root) in line
+
+
+@pytest.mark.parametrize("field", ["load", "critic_load", "ref_load"])
+def test_checkpoint_whose_files_are_gone_or_cut_off_is_refused_by_flag_and_file(field: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    root = write_checkpoint(tmp_path / "actor", model)
+    args = Args.build(hf_checkpoint=str(model), **REFERENCE, **{field: str(root)})
+    settle(args, None)
+    shard = root / "iter_0000001" / "weights.distcp"
+    shard.write_text("weigh")
+    with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {shard}: size mismatch"):
+        settle(args, None)
+    shard.unlink()
+    with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {shard}: listed in .* but missing"):
+        settle(args, None)
