@@ -26,6 +26,7 @@ from miles.reporting.series import (
     Series,
     evaluation_report,
     flatten,
+    is_finite,
     read_json,
     read_metrics,
     read_settings,
@@ -382,9 +383,17 @@ def _explained_variance_panel(metrics: Metrics) -> Panel | None:
 def _calibration_panel(evaluation: dict[str, Any] | None) -> Panel | None:
     tables = (evaluation or {}).get("calibration")
     rows = tables.get("token_weighted") if isinstance(tables, dict) else None
-    if not isinstance(rows, list) or not any(row["n"] for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_bin, rows)) or not any(row["n"] for row in rows):
         return None
     return calibration_panel(rows, title="Calibration of the critic", source="the evaluation report, token weighted")
+
+
+def _is_bin(row: Any) -> bool:
+    """Whether an entry of a report that anybody may have edited is a bin of a calibration table."""
+    if not isinstance(row, dict) or type(row.get("n")) is not int or row["n"] < 0:
+        return False
+    needed = ("low", "high", *(("mean_value", "mean_return") if row["n"] else ()))
+    return all(is_finite(row.get(name)) for name in needed)
 
 
 def calibration_panel(rows: Sequence[dict[str, Any]], *, title: str, source: str) -> Panel:

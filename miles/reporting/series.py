@@ -1,7 +1,7 @@
 """What a run folder holds: metric series, resolved settings, facts."""
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +80,9 @@ def read_metrics(path: Path) -> Metrics:
         raise FileNotFoundError(f"metrics {path}: no such file")
     metrics = Metrics()
     first_time: float | None = None
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 metrics.truncated = True
                 break
             if not line.strip():
@@ -90,15 +90,17 @@ def read_metrics(path: Path) -> Metrics:
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not valid JSON: {error}") from None
             if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("stage"), str):
                 raise ValueError(f"{where}: expected an object with an integer 'step' and a string 'stage'")
             time = row.get("time")
-            if isinstance(time, (int, float)):
+            if is_finite(time):
                 first_time = time if first_time is None else first_time
                 metrics.seconds = max(metrics.seconds, time - first_time)
-            if isinstance(row.get("timeline"), list):
+            if "timeline" in row:
+                if not _is_timeline(row["timeline"]):
+                    raise ValueError(f"{where}: expected a 'timeline' of [lane, name, start, end] each")
                 metrics.timeline = (row["step"], row["timeline"])
             for name, value in row.items():
                 if name not in _LINE_KEYS:
@@ -107,9 +109,24 @@ def read_metrics(path: Path) -> Metrics:
     return metrics
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a value out of JSON is a number that a float can hold."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _is_timeline(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(span, list)
+        and len(span) == 4
+        and all(isinstance(text, str) for text in span[:2])
+        and all(map(is_finite, span[2:]))
+        for span in value
+    )
+
+
 def _add_point(metrics: Metrics, *, name: str, stage: str, step: int, value: Any) -> None:
     points = metrics.points.setdefault((name, stage), {})
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    if is_finite(value):
         points[step] = float(value)
     elif value is None or isinstance(value, (int, float)):
         metrics.num_not_finite[name] = metrics.num_not_finite.get(name, 0) + 1
@@ -132,7 +149,7 @@ def read_settings(path: Path) -> list[Setting]:
         return []
     settings: list[Setting] = []
     group = ""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#"):
             group = line.lstrip("# ").strip()
         elif ":" in line and not line.startswith((" ", "-")):
@@ -154,7 +171,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
@@ -175,6 +192,11 @@ def flatten(value: Any, *, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def evaluation_report(run_dir: Path, facts: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The critic's evaluation report named in `run.json`, if there; a relative path starts at the run folder."""
-    named = ((facts or {}).get("value_pretraining") or {}).get("eval_report_path")
-    return read_json(run_dir / named) if named else None
+    """The critic's evaluation report named in `run.json`, if there; a relative path starts at the run folder.
+
+    Raises:
+        ValueError: it holds something else than a JSON object.
+    """
+    used = (facts or {}).get("value_pretraining")
+    named = used.get("eval_report_path") if isinstance(used, dict) else None
+    return read_json(run_dir / named) if isinstance(named, str) else None

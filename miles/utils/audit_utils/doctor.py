@@ -179,7 +179,11 @@ def _lists_gpus() -> bool:
     command = shutil.which("nvidia-smi")
     if command is None:
         return False
-    listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        # A driver that hangs lists none.
+        return False
     return listed.returncode == 0 and "GPU" in listed.stdout
 
 

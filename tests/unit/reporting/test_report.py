@@ -245,6 +245,8 @@ def test_write_report_without_metrics_names_the_file(tmp_path):
         ('{"step": 1, "stage": "a"}\n{"step": \n', r"metrics\.jsonl:2: not valid JSON"),
         ('{"step": "1", "stage": "a"}\n', r"metrics\.jsonl:1: expected an object with an integer 'step'"),
         ("[1]\n", r"metrics\.jsonl:1: expected an object"),
+        ("[" * 100_000 + "\n", r"metrics\.jsonl:1: not valid JSON"),
+        ('{"step": 1, "stage": "time", "timeline": [["a", 1]]}\n', r"metrics\.jsonl:1: expected a 'timeline' of"),
     ],
 )
 def test_read_metrics_bad_line_named(tmp_path, text, message):
@@ -303,3 +305,35 @@ def test_write_report_every_evaluation_set_is_drawn_and_told(tmp_path):
     text = write_report(write_lines(tmp_path / "run", lines)).read_text(encoding="utf-8")
     for words in ("Held-out accuracy of aime", "Held-out accuracy of math", "60.0 %", "20.0 %"):
         assert words in text
+
+
+def test_read_metrics_bytes_that_are_no_text_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "stage": "a"}\n{"step": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not valid JSON"):
+        write_report(tmp_path)
+
+
+def test_read_metrics_number_that_no_float_holds_counts_as_not_finite(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "stage": "a", "time": {10**400}, "b": {10**400}}}\n')
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics.num_not_finite == {"a/b": 1}
+    assert metrics.seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("used", "bins"),
+    [
+        ([1], None),
+        ({"eval_report_path": 3}, None),
+        ({"eval_report_path": "eval.json"}, [3]),
+        ({"eval_report_path": "eval.json"}, [{"n": 2, "low": 0, "high": 1}]),
+        ({"eval_report_path": "eval.json"}, [{"n": "many"}]),
+    ],
+)
+def test_write_report_of_facts_that_somebody_edited_draws_the_rest(tmp_path, used, bins):
+    write_lines(tmp_path, [{"step": 1, "stage": "rollout", "rollout/reward_mean": 0.5}])
+    (tmp_path / "run.json").write_text(json.dumps({"value_pretraining": used}))
+    (tmp_path / "eval.json").write_text(json.dumps({"calibration": {"token_weighted": bins}}))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Reward" in page.figures
+    assert "Calibration of the critic" not in page.figures
