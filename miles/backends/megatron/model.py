@@ -111,7 +111,27 @@ def build_model(
     if value_width is not None and parallel.is_last_stage:
         head = ValueHead(config, width=value_width, seed=seed, parallel=parallel)
         model.output_layer = cast(Any, head)  # GPTModel calls it as it calls its own output layer
+    elif parallel.is_last_stage and not sequence_parallel:
+        _make_rows_first(model.output_layer)
     return model.to(device.torch_device)
+
+
+def _make_rows_first(output_layer: torch.nn.Module) -> None:
+    """Let the output layer lay out logits as GPTModel returns them.
+
+    It turns [sequence, rows, vocabulary] into a contiguous [rows, sequence, vocabulary]: for more than one row a
+    second copy of the largest tensor of a training step, and two more of its gradient. Here the hidden states are
+    turned before. With sequence parallelism they are whole only inside the layer, so there the copies stay.
+    """
+
+    def before(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return given[0].transpose(0, 1).contiguous(), *given[1:]
+
+    def after(_: torch.nn.Module, given: Any, found: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return found[0].transpose(0, 1), *found[1:]
+
+    output_layer.register_forward_pre_hook(before)
+    output_layer.register_forward_hook(after)
 
 
 def _mark_sharded(model: GPTModel, architecture: Architecture, *, parallel: ParallelState, fused_norms: bool) -> None:

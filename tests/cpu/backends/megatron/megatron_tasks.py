@@ -71,6 +71,51 @@ def logits(rank: int, world_size: int, port: int, *, rows: list[list[int]], sett
     return found if found["padded"] is not None else None
 
 
+def logits_made(
+    rank: int, world_size: int, port: int, *, packed: bool, batch: dict[str, Any], settings: dict[str, Any]
+) -> int:
+    """Tensors of the size of all logits that a policy's training step on one micro-batch of the batch allocates."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from miles.backends.megatron import vocab_parallel
+
+    worker = make_worker(rank, world_size, port, role="actor", **settings)
+    worker.init()
+    assert worker._train_stepper is not None
+    worker._train_stepper.packed = packed
+    rows = len(batch["tokens"])
+    shard = make_shard(batch, dp_rank=0, dp_size=1, micro_batch_size=rows)
+    lengths = [len(tokens) for tokens in batch["tokens"]]
+    positions = sum(lengths) if packed else rows * max(lengths)
+    columns = worker.architecture.padded_vocab_size(1)
+    made = 0
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal made
+            found = func(*args, **(kwargs or {}))
+            known = {
+                t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            }
+            for tensor in tree_leaves(found):
+                if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().data_ptr() in known:
+                    continue
+                made += tensor.dim() > 1 and tensor.shape[-1] == columns and tensor.numel() == positions * columns
+            return found
+
+    own = vocab_parallel._CHUNK_ELEMENTS["cpu"]
+    vocab_parallel._CHUNK_ELEMENTS["cpu"] = 8 * columns
+    try:
+        with Allocations():
+            worker.train_policy(1, shard)
+    finally:
+        vocab_parallel._CHUNK_ELEMENTS["cpu"] = own
+    worker.close()
+    return made
+
+
 def export(rank: int, world_size: int, port: int, *, target: str, settings: dict[str, Any]) -> Any:
     worker = make_worker(rank, world_size, port, role="actor", **settings)
     worker.init(forward_only=True)

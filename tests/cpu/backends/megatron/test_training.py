@@ -83,6 +83,14 @@ def test_gradient_one_process_equals_transformers(
         np.testing.assert_allclose(found["run"]["gradient"][key], gradient.numpy(), rtol=1e-4, atol=1e-6, err_msg=key)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_logits_of_a_training_step_are_made_once_and_their_gradient_takes_their_place(
+    packed: bool, ranks: Any, model_folder: Callable[..., str], batch: dict[str, Any]
+) -> None:
+    settings = {"hf_checkpoint": model_folder("qwen3", tied=True)}
+    assert ranks("logits_made", world_size=1, packed=packed, batch=batch, settings=settings) == [1]
+
+
 def test_values_one_process_read_from_the_state_before_the_token(
     model_folder: Callable[..., str], batch: dict[str, Any], ranks: Any
 ) -> None:
