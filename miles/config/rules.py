@@ -557,6 +557,11 @@ def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
 
     def of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
         sizes = args.for_role(role)
+
+        def flag(field: str) -> str:
+            derived = role == "actor" or args.source_of(f"critic_{field}").startswith(("default", "derived:"))
+            return flag_of(field, "actor" if derived else "critic")
+
         for key, size, field in (
             ("num_attention_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
             ("num_key_value_heads", sizes.tensor_model_parallel_size, "tensor_model_parallel_size"),
@@ -565,7 +570,7 @@ def _model_layout(args: Args, entry: Entry, model: HfFolder) -> Iterator[str]:
         ):
             count = model.number(key) or (heads if key == "num_key_value_heads" else None)
             if count is not None and count % size:
-                yield f"@role: {flag_of(field)} {size} does not divide {key} {count} of {model.path / 'config.json'}"
+                yield f"@role: {flag(field)} {size} does not divide {key} {count} of {model.path / 'config.json'}"
 
     yield from _per_role(args, entry, of_role)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -16,6 +16,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from miles.config.args import Args, Role
 from miles.config.groups import flag_of
 
 
@@ -34,9 +35,8 @@ def wrap_data_parallel(model: GPTModel, args: Any) -> DistributedDataParallel:
     return wrapped
 
 
-def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") -> int:
-    """Optimizer steps over which the learning rate decays: a critic goes `num_critic_epochs` times over each rollout,
-    an actor passes over the first `num_critic_only_steps` rollouts.
+def schedule_length(args: Args, *, role: Role = "actor") -> int:
+    """Optimizer steps over which the learning rate decays: as many as the role takes, unless it is told otherwise.
 
     Args:
         args: the role's own settings.
@@ -46,14 +46,9 @@ def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") ->
     """
     if args.lr_decay_style == "constant":
         return args.lr_warmup_iters + 1
-    steps = args.lr_decay_iters
+    steps = args.lr_decay_iters or args.optimizer_steps(role)
     if steps is None:
-        if args.num_rollout is None:
-            raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
-        if role == "critic":
-            steps = args.num_rollout * args.num_steps_per_rollout * args.num_critic_epochs
-        else:
-            steps = (args.num_rollout - args.num_critic_only_steps) * args.num_steps_per_rollout
+        raise ValueError(f"--lr-decay-style {args.lr_decay_style} needs --lr-decay-iters or --num-rollout")
     if steps <= args.lr_warmup_iters:
         flag = flag_of("lr_warmup_iters", role)
         raise ValueError(f"{flag} {args.lr_warmup_iters} must be below the schedule's {steps} steps")
@@ -61,7 +56,7 @@ def schedule_length(args: Any, *, role: Literal["actor", "critic"] = "actor") ->
 
 
 def build_optimizer(
-    model: DistributedDataParallel, args: Any, *, role: Literal["actor", "critic"] = "actor"
+    model: DistributedDataParallel, args: Args, *, role: Role = "actor"
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay (none on biases and norms), plain or distributed, and its schedule.
 
