@@ -1,19 +1,25 @@
 """Which device does what: one placement group, one bundle per device, sorted by (host, device)."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config import Args
 from miles.contracts.chain import iteration_folder
 from miles.contracts.value_schema import contract_path
 from miles.ray.actor_group import RayTrainGroup
-from miles.ray.cluster import Cluster, connect
+from miles.ray.cluster import Cluster, connect, in_words
 from miles.value_pretraining import load_value_pretrain_contract
 
 logger = logging.getLogger(__name__)
@@ -49,18 +55,24 @@ def create_placement(args: Args, devices: dict[str, int]) -> Placement:
 
     Raises:
         ValueError: the cluster does not have that many devices.
+        RuntimeError: others hold them for longer than `placement_timeout_s`.
     """
     cluster = connect(args, devices=devices)
     total = sum(devices.values())
     group = placement_group([{cluster.resource: 1} for _ in range(total)], strategy="PACK")
+    limit_s = math.inf if args.placement_timeout_s is None else args.placement_timeout_s
     waited_since = time.monotonic()
-    while not group.wait(_POLL_S):
-        logger.warning(
-            "waiting for %d devices since %.0f s; free now: %s",
-            total,
-            time.monotonic() - waited_since,
-            ray.available_resources().get(cluster.resource, 0),
-        )
+    while not group.wait(min(_POLL_S, limit_s)):
+        waited_s = time.monotonic() - waited_since
+        free = int(ray.available_resources().get(cluster.resource, 0))
+        if waited_s >= limit_s:
+            # Left as it is it would take the devices as soon as they are free, for nobody.
+            remove_placement_group(group)
+            raise RuntimeError(
+                f"{total} devices ({in_words(devices)}) were not to be had within --placement-timeout-s {limit_s:g}: "
+                f"{free} of the Ray cluster's are free, other jobs hold the rest"
+            )
+        logger.warning("waiting for %d devices since %.0f s; free now: %d", total, waited_s, free)
     bundles = _sorted_bundles(cluster, group, total)
     handed_out: dict[str, list[Bundle]] = {}
     start = 0
