@@ -13,6 +13,7 @@ from typing import Any, Self
 from miles.config.args import Args
 from miles.config.files import config_yaml
 from miles.contracts.publish import publish_bytes
+from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class Tracker:
         self._args, self._folder = args, Path(args.run_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._open(resume_step)
-        self._wandb = _wandb_run(args) if args.use_wandb else None
+        # Where no line is left, nothing of an earlier start is gone on with.
+        self._wandb = _wandb_run(args, goes_on=self._file.tell() > 0) if args.use_wandb else None
 
     def _open(self, resume_step: int | None) -> None:
         path = self._folder / METRICS_FILE
@@ -58,8 +60,12 @@ class Tracker:
         assert not _RESERVED & metrics.keys(), f"reserved metric names: {sorted(_RESERVED & metrics.keys())}"
         plain = {name: _plain(value) for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": time.time(), **plain}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk names no file by itself.
+            raise OSError(error.errno, error.strerror, self._file.name) from error
         numbers = {
             name if "/" in name else f"{stage}/{name}": value
             for name, value in plain.items()
@@ -116,16 +122,16 @@ def drop_steps_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
             continue
         try:
-            logged = json.loads(line)["step"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: expected a JSON object with a 'step'") from None
-        if logged < step:
+            before = json.loads(line)["step"] < step
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{path}:{number}: expected a JSON object with a number 'step'") from None
+        if before:
             kept.append(line)
-    publish_bytes(path, "".join(kept).encode())
+    publish_bytes(path, b"".join(kept))
 
 
 def _plain(value: Any) -> Any:
@@ -149,11 +155,23 @@ def _tensorboard_writer(folder: Path, resume_step: int | None) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step)
 
 
-def _wandb_run(args: Args) -> Any:
+def _wandb_run(args: Args, *, goes_on: bool) -> Any:
+    """A run on W&B, or the one whose id run.json has, where this start goes on with it."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError("--use-wandb: wandb is not installed; run: pip install 'miles[wandb]'") from None
     assert args.run_dir is not None
-    name = Path(args.run_dir).name
-    return wandb.init(project="miles", name=name, dir=args.run_dir, config={"yaml": config_yaml(args)})
+    known = read_run_json(args.run_dir).get("wandb_run_id") if goes_on else None
+    run = wandb.init(
+        project="miles",
+        name=Path(args.run_dir).name,
+        dir=args.run_dir,
+        config={"yaml": config_yaml(args)},
+        id=known,
+        # Not "must": what was deleted there, or only logged on disk, is no reason to stop.
+        resume=None if known is None else "allow",
+    )
+    if run.id != known:
+        update_run_json(args.run_dir, wandb_run_id=run.id)
+    return run

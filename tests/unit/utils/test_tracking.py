@@ -2,13 +2,16 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from miles.config import Args
+from miles.utils.tracking_utils.run_folder import read_run_json
 from miles.utils.tracking_utils.tracking import (
     Tracker,
     drop_steps_from,
@@ -111,7 +114,7 @@ def test_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with a 'step'"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with a number 'step'"):
         drop_steps_from(path, 9)
 
 
@@ -137,3 +140,38 @@ def test_numbers_reach_tensorboard_under_their_stage(tmp_path: Path) -> None:
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == ["perf/seconds", "train/loss"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `wandb.init` was called with; a run that is not resumed gets the next of the ids run-1, run-2, ..."""
+    calls: list[dict[str, Any]] = []
+
+    def init(**given: Any) -> Any:
+        calls.append(given)
+        return SimpleNamespace(id=given["id"] or f"run-{len(calls)}", log=lambda _: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return calls
+
+
+def test_resumed_run_goes_on_with_its_run_on_wandb(tmp_path: Path, wandb_runs: list[dict[str, Any]]) -> None:
+    args = settings(tmp_path, use_wandb=True)
+    for first in (0, 2, 3):
+        with Tracker(args, resume_step=first) as tracker:
+            for step in range(first, first + 2):
+                tracker.log(step, "train", {})
+    assert [(call["id"], call["resume"]) for call in wandb_runs] == [
+        (None, None),
+        ("run-1", "allow"),
+        ("run-1", "allow"),
+    ]
+    assert read_run_json(tmp_path)["wandb_run_id"] == "run-1"
+
+
+def test_run_that_begins_again_has_a_run_of_its_own_on_wandb(tmp_path: Path, wandb_runs: list[dict[str, Any]]) -> None:
+    args = settings(tmp_path, use_wandb=True)
+    for first in (0, 0, 1):
+        with Tracker(args, resume_step=first) as tracker:
+            tracker.log(first, "train", {})
+    assert [call["id"] for call in wandb_runs] == [None, None, "run-2"]
