@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 _LINE_KEYS = frozenset({"step", "stage", "time", "timeline"})
 
@@ -109,7 +109,7 @@ def read_metrics(path: Path) -> Metrics:
     return metrics
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """Whether a value out of JSON is a number that a float can hold."""
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 

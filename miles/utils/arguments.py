@@ -90,11 +90,12 @@ def parse_args(argv: Sequence[str] | None = None, entry: Entry | None = None) ->
             args = _with_manifest(args) if entry == "train_value" else args
             warnings = check(args, entry=entry)
         except (ValueError, OSError) as error:
+            # A path below a folder that may not be looked into, or with a name too long, belongs to a flag.
+            reason = error_text(error, {flag_of(name): given for name, given in args if isinstance(given, str)})
             if not print_config:
-                raise
-            warnings = [f"a run would be refused: {line}" for line in error_text(error).splitlines()]
+                raise ValueError(reason) from None
+            warnings = [f"a run would be refused: {line}" for line in reason.splitlines()]
     except (ValueError, OSError) as error:
-        # A path below a folder that may not be looked into, or with a name too long, belongs to whoever gave it.
         parser.error(error_text(error))
     for warning in warnings:
         print(f"{program}: warning: {warning}", file=sys.stderr)

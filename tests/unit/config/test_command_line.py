@@ -103,7 +103,7 @@ def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_fla
         (["--value-reward-range", "0"], "--value-reward-range"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read: No such file or directory"),
         (["--hf-checkpoint", ""], "--hf-checkpoint"),
-        (["--hf-checkpoint", "m" * 300], f"{'m' * 300}: File name too long"),
+        (["--hf-checkpoint", "m" * 300], f"--hf-checkpoint {'m' * 300}: File name too long"),
         (["--rollout-top-k", "0"], "--rollout-top-k: must be at least 1, or -1 for all, got"),
     ],
 )

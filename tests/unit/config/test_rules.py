@@ -866,3 +866,13 @@ def test_folder_behind_a_loop_of_links_is_one_line(online: dict[str, Any], tmp_p
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     settings = online | {"save": str(tmp_path / "loop"), "critic_save": str(tmp_path / "critic")}
     assert problems(settings, "train") == [f"--save {tmp_path / 'loop'}: is not a folder"]
+
+
+def test_layout_of_the_critic_alone_that_the_model_does_not_divide_names_the_critics_flag(
+    online: dict[str, Any], hf_folder: Path
+) -> None:
+    settings = online | {"critic_pipeline_model_parallel_size": 4, "critic_num_gpus_per_node": 4}
+    flag = "--critic-pipeline-model-parallel-size 4"
+    assert problems(settings, "train") == [
+        f"critic: {flag} does not divide num_hidden_layers 2 of {hf_folder}/config.json"
+    ]
