@@ -12,6 +12,7 @@ from miles.algorithms.value_losses import explained_variance
 from miles.config import Args
 from miles.config.choices import is_hook
 from miles.data.batch import select_rows
+from miles.data.sao import failed_rows
 from miles.rollout.rewards import load_function
 
 
@@ -42,7 +43,7 @@ class Advantages:
         args = self._args
         if not any(np.any(mask) for mask in batch["loss_masks"]):
             raise ValueError("no sample of the rollout has a trainable token")
-        rows = _scored_rows(batch)
+        rows = [row for row, lost in enumerate(failed_rows(batch)) if not lost]
         try:
             found = compute_advantages_and_returns(
                 _take(batch, rows),
@@ -118,11 +119,6 @@ def returns_outside(batch: dict[str, Any], reward_range: Sequence[float]) -> tup
         if example is None and len(outside_A):
             example = f"the return {float(outside_A[0]):.6g} of sample {index}"
     return count / max(num_tokens, 1), example
-
-
-def _scored_rows(batch: dict[str, Any]) -> list[int]:
-    failed = batch.get("failed", [False] * len(batch["loss_masks"]))
-    return [row for row, lost in enumerate(failed) if not lost]
 
 
 def _take(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:

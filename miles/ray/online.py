@@ -16,7 +16,7 @@ from miles.config import Args
 from miles.contracts.chain import describe_checkpoint
 from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
-from miles.data.sao import validate_sao_train_data
+from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
 from miles.ray.advantages import Advantages, returns_outside
 from miles.ray.critic_figures import critic_figures, over_steps
@@ -197,7 +197,8 @@ class OnlineTrainer:
         await self._fault("rollout", step)
         with timeline.span("engines", "rollout"):
             batch, figures = await self._rollout(rollout_id)
-        self._refuse_empty_steps(batch, rollout_id)
+        figures |= self._skipped_steps(batch, rollout_id)
+        refuse_segments(batch, compaction=args.sao_compaction, where=f"rollout {rollout_id}")
         if args.policy_objective == "sao_dis":
             token_mean = args.loss_agg_mode == "token-mean"
             validate_sao_train_data(batch, compaction=args.sao_compaction, calculate_per_token_loss=token_mean)
@@ -477,7 +478,7 @@ class OnlineTrainer:
         results = []
         with timeline.span("critic", "critic"):
             for epoch in range(args.num_critic_epochs):
-                for number, part in enumerate(self._parts(batch)):
+                for number, part in self._parts(batch):
                     step = (rollout_id * args.num_critic_epochs + epoch) * args.num_steps_per_rollout + number + 1
                     data = {"data_ref": self._shards(critic, part), "sample_indices": part["sample_indices"]}
                     results.append(await critic.train(step, data))
@@ -487,7 +488,7 @@ class OnlineTrainer:
         results = []
         own_old_log_probs = "old_log_probs" not in batch or self._args.use_rollout_logprobs
         with timeline.span("actor", "actor"):
-            for number, part in enumerate(self._parts(batch)):
+            for number, part in self._parts(batch):
                 step = rollout_id * self._args.num_steps_per_rollout + number + 1
                 results.append(await self._actor.train_policy(step, self._shards(self._actor, part)))
         figures: Figures = {}
@@ -498,23 +499,44 @@ class OnlineTrainer:
             figures["rollout/log_prob_difference_mean"] = difference
         return figures
 
-    def _parts(self, batch: Batch) -> Iterator[Batch]:
-        """The batches of the optimizer steps of one rollout, rows in order."""
+    def _parts(self, batch: Batch) -> Iterator[tuple[int, Batch]]:
+        """The batches of the optimizer steps of one rollout, rows in order, with their numbers from 0; those without a
+        trainable token are left out.
+        """
         count = len(batch["tokens"])
         size = count if self._args.use_dynamic_global_batch_size else self._args.global_batch_size
         assert size is not None
-        for start in range(0, count, size):
-            yield select_rows(batch, range(start, start + size))
+        for number, start in enumerate(range(0, count, size)):
+            rows = range(start, start + size)
+            if any(np.any(batch["loss_masks"][row]) for row in rows):
+                yield number, select_rows(batch, rows)
 
-    def _refuse_empty_steps(self, batch: Batch, rollout_id: int) -> None:
-        """Raise ValueError where an optimizer step would have nothing to train on, before any of them is made."""
-        for number, part in enumerate(self._parts({name: batch[name] for name in ("tokens", "loss_masks")}), start=1):
-            if not any(np.any(mask) for mask in part["loss_masks"]):
-                raise ValueError(
-                    f"rollout {rollout_id}: optimizer step {number} of {self._args.num_steps_per_rollout} has nothing "
-                    f"to train on: each of its {len(part['tokens'])} samples is without a reward (late or failed) or "
-                    "without a token that the loss counts"
-                )
+    def _skipped_steps(self, batch: Batch, rollout_id: int) -> Figures:
+        """How many optimizer steps have nothing to train on, where there are any, with a warning.
+
+        Neither group makes them, so their learning rates do not move on either; what a save holds says so.
+
+        Raises:
+            ValueError: no step has anything: who scores is down, and to go on would use up prompts for nothing.
+        """
+        made = {number for number, _ in self._parts({name: batch[name] for name in ("tokens", "loss_masks")})}
+        count = self._args.num_steps_per_rollout
+        skipped = [str(number + 1) for number in range(count) if number not in made]
+        if not made:
+            raise ValueError(
+                f"rollout {rollout_id}: nothing to train on: each of its {len(batch['tokens'])} samples is without a "
+                "reward (late or failed) or without a token that the loss counts"
+            )
+        if not skipped:
+            return {}
+        logger.warning(
+            "rollout %d: of its %d optimizer steps number %s is skipped: each of its samples is without a reward "
+            "(late or failed) or without a token that the loss counts",
+            rollout_id,
+            count,
+            ", ".join(skipped),
+        )
+        return {"rollout/skipped_steps": len(skipped)}
 
     def _clamped_returns(self, batch: Batch, rollout_id: int) -> Figures:
         """Share of the targets that a classifying critic's bins cannot express, where the KL is in the reward.
