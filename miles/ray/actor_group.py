@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from miles.backends.sglang.ports import ReservedPort, reserve_port
 from miles.config import Args
+from miles.ray.driver_folder import driver_folder_env, enter_driver_folder
 from miles.ray.rollout.train_data_conversion import Shard
 from miles.utils.logging_utils import configure_logger
 
@@ -34,6 +35,7 @@ class TrainRank:
     """One rank: a process with one device that holds a `MegatronWorker`."""
 
     def __init__(self, args: Args, role: Role, rank: int, world_size: int) -> None:
+        enter_driver_folder()
         configure_logger(args, source=f"{role}{rank}")
         self._args, self._rank, self._world_size = args, rank, world_size
         self._role: Role = role
@@ -92,7 +94,7 @@ class RayTrainGroup:
         self._ranks: list[Any] = [
             remote.options(
                 scheduling_strategy=placement.strategy(bundle),
-                runtime_env={"env_vars": placement.cluster.worker_env()},
+                runtime_env={"env_vars": placement.cluster.worker_env() | driver_folder_env()},
                 **placement.cluster.device_request(1),
             ).remote(self.args, role, rank, self.world_size)
             for rank, bundle in enumerate(bundles)

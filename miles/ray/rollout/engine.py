@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 
 from miles.backends.sglang.server import EngineStartError, SGLangServer
 from miles.config import Args
+from miles.ray.driver_folder import driver_folder_env, enter_driver_folder
 from miles.utils.logging_utils import configure_logger
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class RolloutEngine:
     """One SGLang server. Requests go to its URL directly; this process only keeps it."""
 
     def __init__(self, args: Args, engine: int, device: str, gpu_ids: list[int], loopback: bool) -> None:
+        enter_driver_folder()
         configure_logger(args, source=f"engine{engine}")
         if device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
@@ -90,7 +92,9 @@ class EngineGroup:
             .options(
                 scheduling_strategy=self._placement.strategy(mine[0]),
                 # The bundles hold the devices; Ray would hide all GPUs but the first bundle's from this process.
-                runtime_env={"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+                runtime_env={
+                    "env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} | driver_folder_env(),
+                },
                 num_cpus=0,
             )
             .remote(

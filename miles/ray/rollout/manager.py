@@ -20,6 +20,7 @@ from miles.data.batch import samples_to_batch
 from miles.data.prompts import PromptSource
 from miles.data.sample import TRAINABLE_STATUSES, Sample, SampleStatus, read_samples
 from miles.ray.cluster import device_kind
+from miles.ray.driver_folder import driver_folder_env, enter_driver_folder
 from miles.reporting.wilson import wilson_interval
 from miles.rollout.engine_pool import EnginePool, LostEngine
 from miles.rollout.generation import generate_samples
@@ -47,6 +48,7 @@ class RolloutManager:
     """
 
     def __init__(self, args: Args, engines: list[Any]) -> None:
+        enter_driver_folder()
         configure_logger(args, source="rollout")
         self._args = args
         self._engines = engines
@@ -390,6 +392,6 @@ def _share(samples: Sequence[Sample], status: SampleStatus) -> float:
 
 def create_rollout_manager(args: Args, engines: list[Any]) -> Any:
     """The manager as a Ray actor; it takes no device, but must know which kind the engines have."""
-    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | driver_folder_env()
     args = args.replace(source="cluster", device=device_kind(args))
     return ray.remote(RolloutManager).options(num_cpus=0, runtime_env={"env_vars": env}).remote(args, engines)
