@@ -240,6 +240,10 @@ def rewards_of(value: Any, samples: Sequence[Sample], texts: list[str], function
 
 
 def _number(value: Any, sample: Sample, name: str) -> float:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.bool_):
+        # Which is no number to Python, as its own bool is.
+        value = bool(value)
     if not isinstance(value, numbers.Real):
         raise BadReward(
             f"reward function {name} returned {value!r} ({type(value).__name__}) for sample {sample.index}, "

@@ -60,7 +60,7 @@ async def test_every_sample_is_scored(reward):
     assert [sample.reward for sample in samples] == [10.0, 11.0, 12.0, 13.0, 14.0]
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
+@pytest.mark.parametrize("value", [True, np.bool_(True), 1, 1.0, np.float32(1), np.int64(1), Fraction(1)])
 async def test_every_kind_of_number_is_accepted(value):
     samples = make_samples(1)
     await score(samples, lambda sample: value)
