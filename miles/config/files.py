@@ -52,7 +52,11 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.reason
         raise ValueError(f"--config {path}: cannot be read: {reason}") from None
-    loader = _StrictLoader(text)
+    try:
+        loader = _StrictLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{path}:{line}: not valid YAML: {error.reason}: {chr(int(error.character))!r}") from None
     loader.name = path
     try:
         node = loader.get_single_node()
@@ -64,8 +68,6 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.reader.ReaderError as error:
-        raise ValueError(f"{path}: not valid YAML: {error.reason}") from None
     except RecursionError:
         raise ValueError(f"{path}: not valid YAML: nested too deeply") from None
     finally:

@@ -104,4 +104,5 @@ def check_identities(args: Args) -> None:
             bootstrap = field == "critic_load" and found.role == "actor"
             check_identity(found, ours, folder=folder, bootstrap=bootstrap)
         except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{flag_of(field)}: {error}") from None
+            flag = "--resume" if args.source_of(field) == "resume" else flag_of(field)
+            raise ValueError(f"{flag}: {error}") from None

@@ -46,6 +46,12 @@ def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
         raise ValueError(f"{path}: misses {', '.join(missing)}, which every save writes")
     require_int(state["rollout_id"], field=f"{path}: rollout_id", minimum=0)
     require_int(state["iteration"], field=f"{path}: iteration", minimum=1)
+    for name in ("settings", "prompts"):
+        if not isinstance(state[name], dict):
+            raise ValueError(f"{path}: {name} must be an object")
+    for name in ("actor_checkpoint", "critic_checkpoint"):
+        if state[name] is not None and not (isinstance(state[name], dict) and "manifest_sha256" in state[name]):
+            raise ValueError(f"{path}: {name} must be null or an object with a manifest_sha256")
     return state
 
 

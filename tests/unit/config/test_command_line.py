@@ -142,6 +142,7 @@ def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], pre
         ("a: *b\n", ":1: not valid YAML"),
         ("seed: 1\n? [lr]\n: 1\n", ":2: not valid YAML: a key is a list or a mapping"),
         ("seed: 1\nrun_dir: 2024-13-45\n", ":2: not valid YAML: '2024-13-45' is no timestamp"),
+        ("seed: 1\nrun_dir: a\x01b\n", r":2: not valid YAML: special characters are not allowed: '\x01'"),
         ("lr: !!float fast\n", ":1: not valid YAML: 'fast' is no float"),
         (f"lr: {'[' * 5000}\n", ": not valid YAML: nested too deeply"),
         ('run_dir: "a\\0b"\n', ":1: run_dir: a zero byte is not accepted here"),

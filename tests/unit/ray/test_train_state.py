@@ -176,6 +176,8 @@ def test_kl_coefficient_after_a_resume(
             json.dumps({"schema": STATE_SCHEMA, "rollout_id": 3}),
             "misses actor_checkpoint, critic_checkpoint",
         ),
+        (json.dumps({**STATE, "settings": []}), "settings must be an object"),
+        (json.dumps({**STATE, "actor_checkpoint": {}}), "actor_checkpoint must be null or an object with a manifest"),
         (json.dumps({**STATE, "rollout_id": "3"}), "rollout_id must be an integer, got '3'"),
     ],
 )
