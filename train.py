@@ -16,7 +16,12 @@ from miles.ray.train_state import resume_state
 from miles.rollout.preflight import check_rollout_inputs, kept_rollout_state, set_aside_earlier_work
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
-from miles.utils.tracking_utils.run_folder import claim_run_folder, create_run_folder, update_run_json
+from miles.utils.tracking_utils.run_folder import (
+    claim_run_folder,
+    create_run_folder,
+    record_start,
+    update_run_json,
+)
 from miles.utils.tracking_utils.tracking import init_tracking
 
 logger = logging.getLogger("train")
@@ -41,6 +46,7 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
         print(f"rollouts: {args.num_rollout}, kept in {args.run_dir}/rollouts")
         return
     async with OnlineTrainer(args, tracker, state) as trainer:
+        record_start(args, entry="train")
         while first < args.num_rollout:
             try:
                 await run(args, trainer, first)

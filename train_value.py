@@ -8,11 +8,17 @@ if __name__ == "__main__":
 from miles.backends.megatron.checkpoint_identity import Identity, find_checkpoint
 from miles.config import Args
 from miles.config.hf_folder import read_model_config
+from miles.contracts.artifact import check_checkpoint_listing
 from miles.data.value_leak import refuse_leaking_prompts
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
 from miles.utils.megatron_args_utils import compute_megatron_world_size_except_dp
-from miles.utils.tracking_utils.run_folder import claim_run_folder, create_run_folder, update_run_json
+from miles.utils.tracking_utils.run_folder import (
+    claim_run_folder,
+    create_run_folder,
+    record_start,
+    update_run_json,
+)
 from miles.utils.tracking_utils.tracking import init_tracking
 from miles.value_pretraining import (
     ValuePretrainPlan,
@@ -29,15 +35,18 @@ def check_seed_of_critic(args: Args) -> None:
     """Look at the checkpoint that a fresh critic starts from, if any.
 
     Raises:
-        ValueError: there is none in the folder, or it is of a critic in training, without a contract.
+        ValueError: there is none in the folder, a file of it is missing or cut off, or it is of a critic in training,
+            without a contract.
     """
     flag = "--load" if args.critic_load is None else "--critic-load"
     folder = args.for_role("critic").load
     if folder is None:
         return
     try:
-        found = Identity.read(find_checkpoint(folder))
-    except ValueError as error:
+        checkpoint = find_checkpoint(folder)
+        check_checkpoint_listing(checkpoint)
+        found = Identity.read(checkpoint)
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{flag} {error}") from None
     if found.role == "critic":
         check_loaded_iterations([found.iteration], resume=None)
@@ -51,6 +60,9 @@ async def main(args: Args, plan: ValuePretrainPlan) -> None:
     tracker = init_tracking(args, resume_step=plan.resume_after + 1)
     group = create_value_pretraining_group(args)
     loaded = check_loaded_iterations(await group.init(), resume=plan.resume)
+    # What an earlier start made is not what this one will have made.
+    facts = {"value_data": plan.data_record(), "value_pretraining": None}
+    update_run_json(record_start(args, entry="train_value"), **facts)
     if args.value_pretrain_eval_only:
         await evaluate(args, plan, group, loaded, tracker)
     else:
@@ -85,9 +97,7 @@ if __name__ == "__main__":
         from miles.ray.program import run_program
 
         check_before_ray_starts(settings, entry="train_value")
-        # What an earlier start made is not what this one will have made.
-        facts = {"value_data": value_plan.data_record(), "value_pretraining": None}
-        update_run_json(create_run_folder(settings, entry="train_value"), **facts)
+        create_run_folder(settings, entry="train_value")
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train_value.py: {mistake}") from None
     run_program("train_value.py", main(settings, value_plan))

@@ -15,7 +15,7 @@ from miles.config import Args
 from miles.config.files import read_settings
 from miles.utils.logging_utils import configure_logger
 from miles.utils.strict_parser import StrictParser
-from miles.utils.tracking_utils.run_folder import create_run_folder
+from miles.utils.tracking_utils.run_folder import create_run_folder, record_start
 
 if TYPE_CHECKING:
     from miles.data.prompts import PromptSource
@@ -102,6 +102,7 @@ def main() -> None:
         args = read_settings(options.config)
         configure_logger(args, source="warm_start")
         create_run_folder(args, entry="train")
+        record_start(args, entry="train")
     except ValueError as mistake:
         parser.error(str(mistake))
     # Ray takes seconds, which a mistake or --help need not wait for.

@@ -11,6 +11,7 @@ from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.rollout.preflight import publish_rollout_state
+from miles.utils.tracking_utils.run_folder import record_start
 from miles.utils.tracking_utils.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
     await manager.start.remote()
+    record_start(args, entry="train")
     if state is not None:
         await manager.load_state.remote(state["prompts"])
     replacing = asyncio.ensure_future(_replace_lost(manager, engines))

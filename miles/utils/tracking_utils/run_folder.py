@@ -33,9 +33,10 @@ _PACKAGES = (
 
 
 def create_run_folder(args: Args, *, entry: Entry) -> Path:
-    """Make `args.run_dir`, hold what the program writes, and write resolved config and facts of this start into it.
+    """Make `args.run_dir` and hold what the program writes; a new folder gets the resolved config.
 
-    A folder that holds a run already is continued: its earlier starts stay listed in run.json.
+    A folder that holds a run already is continued, and keeps the config of the last start that came to work until
+    `record_start` says that this one did.
 
     Raises:
         ValueError: the folder cannot be written, or as `claim_run_folder`.
@@ -43,6 +44,25 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     assert args.run_dir is not None
     folder = Path(args.run_dir)
     _refuse_other_run(args, entry=entry)
+    try:
+        hold_folders(args, entry=entry, make=True)
+        if not (folder / RUN_CONFIG_NAME).exists():
+            publish_bytes(folder / RUN_CONFIG_NAME, config_yaml(args).encode())
+    except OSError as error:
+        raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
+    return folder
+
+
+def record_start(args: Args, *, entry: Entry) -> Path:
+    """Write resolved config and facts of this start into the run folder; earlier starts stay listed in run.json.
+
+    Called when devices, engines and checkpoints are there, so that a start which is refused changes neither.
+
+    Returns:
+        The run folder.
+    """
+    assert args.run_dir is not None
+    folder = Path(args.run_dir)
     text = config_yaml(args)
     start = {
         "entry": entry,
@@ -53,13 +73,8 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
         "code": code_version(),
         "time": time.time(),
     }
-    try:
-        hold_folders(args, entry=entry, make=True)
-        publish_bytes(folder / RUN_CONFIG_NAME, text.encode())
-        earlier = read_run_json(folder).get("starts", [])
-        update_run_json(folder, starts=[*earlier, start])
-    except OSError as error:
-        raise ValueError(f"--run-dir {folder}: cannot be written: {error.strerror}") from None
+    publish_bytes(folder / RUN_CONFIG_NAME, text.encode())
+    update_run_json(folder, starts=[*read_run_json(folder).get("starts", []), start])
     return folder
 
 
@@ -101,7 +116,11 @@ def _refuse_other_run(args: Args, *, entry: Entry) -> None:
 
 
 def _began_with(folder: Path) -> dict[str, Any]:
-    return read_config_file(str(folder / RUN_CONFIG_NAME))[0]
+    path = folder / RUN_CONFIG_NAME
+    settings = read_config_file(str(path))[0]
+    if not isinstance(settings.get("run_dir"), str):
+        raise ValueError(f"{path}: names no run_dir: cut off, or not what a run wrote there")
+    return settings
 
 
 _FREE_TO_CHANGE = frozenset(
@@ -109,7 +128,7 @@ _FREE_TO_CHANGE = frozenset(
         *("resume", "run_dir", "canary_one_step", "config", "print_config", "allow_config_change", "fault_injection"),
         *("log_level", "tensorboard", "use_wandb", "save_interval", "max_restarts", "check_weight_sync"),
         *("sglang_server_timeout_s", "sglang_request_timeout_s", "sglang_health_timeout_s", "sglang_max_restarts"),
-        *("sglang_port_base", "rm_concurrency"),
+        *("sglang_port_base", "rm_concurrency", "placement_timeout_s"),
     }
 )
 """Settings that no figure of a run follows from."""
@@ -182,8 +201,14 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(facts, dict):
         raise ValueError(f"{path}: expected a JSON object")
+    for key, needed in (("starts", "entry"), ("checkpoints", "path")):
+        entries = facts.get(key, [])
+        if not isinstance(entries, list) or not all(isinstance(e, dict) and needed in e for e in entries):
+            raise ValueError(f"{path}: {key} must be a list of objects with {needed!r}")
     return facts
 
 

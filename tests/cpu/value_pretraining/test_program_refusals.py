@@ -18,7 +18,7 @@ import pytest
 from miles.config import Args
 from miles.contracts.artifact import write_checkpoint_manifest
 from miles.contracts.canonical import canonical_json_bytes
-from miles.utils.tracking_utils.run_folder import create_run_folder
+from miles.utils.tracking_utils.run_folder import record_start
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("ray", "torch", "megatron", "transformers", "sglang")
@@ -167,7 +167,8 @@ def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
         return ["--value-pretrain-manifest", str(write_manifest(at / name, content, HELDOUT, **changes))]
 
     other_run, held = at / "other_run", at / "held"
-    create_run_folder(Args.build(run_dir=str(other_run)), entry="train")
+    other_run.mkdir()
+    record_start(Args.build(run_dir=str(other_run)), entry="train")
     held.mkdir()
     lock = os.open(held / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)

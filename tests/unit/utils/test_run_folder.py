@@ -17,6 +17,7 @@ from miles.utils.tracking_utils.run_folder import (
     create_run_folder,
     installed_versions,
     read_run_json,
+    record_start,
     refuse_changed_config,
     update_run_json,
 )
@@ -25,6 +26,7 @@ from miles.utils.tracking_utils.run_folder import (
 def test_new_folder_holds_config_with_sources_and_facts(tmp_path: Path) -> None:
     args = Args.build(run_dir=str(tmp_path / "run"), lr=1e-4)
     folder = create_run_folder(args, entry="train_value")
+    assert record_start(args, entry="train_value") == folder
     text = (folder / "config.yaml").read_text()
     assert yaml.safe_load(text)["lr"] == 1e-4
     assert [line.split("# ")[1] for line in text.splitlines() if line.startswith("lr:")] == ["code"]
@@ -37,13 +39,23 @@ def test_new_folder_holds_config_with_sources_and_facts(tmp_path: Path) -> None:
 
 def test_restart_is_added_to_the_earlier_starts_and_other_facts_stay(tmp_path: Path) -> None:
     args = Args.build(run_dir=str(tmp_path))
-    create_run_folder(args, entry="train")
+    record_start(args, entry="train")
     update_run_json(tmp_path, checkpoints=[{"path": "a"}])
-    create_run_folder(args.replace(source="flag", seed=3), entry="train")
+    record_start(args.replace(source="flag", seed=3), entry="train")
     facts = read_run_json(tmp_path)
     assert len(facts["starts"]) == 2
     assert facts["starts"][0]["config_sha256"] != facts["starts"][1]["config_sha256"]
     assert facts["checkpoints"] == [{"path": "a"}]
+
+
+def test_start_that_does_not_come_to_work_leaves_config_and_facts_of_the_one_before(tmp_path: Path) -> None:
+    # Between the two: a cluster without enough devices, a prompt that is too long, a checkpoint that does not fit.
+    args = Args.build(run_dir=str(tmp_path))
+    create_run_folder(args, entry="train")
+    record_start(args, entry="train")
+    before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "run.json")}
+    create_run_folder(args.replace(source="flag", seed=3), entry="train")
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
 def test_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -61,7 +73,9 @@ def test_damaged_run_json_is_named(tmp_path: Path, text: str, reason: str) -> No
 
 
 def test_no_temporary_file_is_left(tmp_path: Path) -> None:
-    create_run_folder(Args.build(run_dir=str(tmp_path)), entry="train")
+    args = Args.build(run_dir=str(tmp_path))
+    create_run_folder(args, entry="train")
+    record_start(args, entry="train")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", "run.json"]
 
 
@@ -190,7 +204,7 @@ def test_run_folder_of_another_run_is_refused_in_value_pretraining(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     entry, settings = began
-    create_run_folder(Args.build(run_dir=str(tmp_path), **settings), entry=entry)
+    record_start(Args.build(run_dir=str(tmp_path), **settings), entry=entry)
     with pytest.raises(ValueError, match=f"--run-dir {tmp_path}: {refusal}"):
         claim_run_folder(Args.build(run_dir=str(tmp_path), **goes_on), entry="train_value")
 
@@ -199,9 +213,32 @@ def test_value_pretraining_started_again_goes_on_in_its_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, critic = tmp_path / "run", tmp_path / "run" / "critic"
-    create_run_folder(Args.build(run_dir=str(run), critic_save=str(critic)), entry="train_value")
+    args = Args.build(run_dir=str(run), critic_save=str(critic))
+    create_run_folder(args, entry="train_value")
+    record_start(args, entry="train_value")
     monkeypatch.chdir(tmp_path)
     again = Args.build(run_dir="run", critic_save="run/critic", critic_load="run/critic", value_pretrain_epochs=2)
     claim_run_folder(again, entry="train_value")
     with pytest.raises(ValueError, match="holds a run of train_value"):
         claim_run_folder(again, entry="train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.json", b'{"starts": [5]}', r"run\.json: starts must be a list of objects with 'entry'"),
+        ("run.json", b'{"starts": [], "checkpoints": {}}', r"run\.json: checkpoints must be a list"),
+        ("run.json", b"\xff", r"run\.json: not valid JSON"),
+        ("config.yaml", b"", r"config\.yaml: names no run_dir: cut off"),
+    ],
+)
+def test_file_of_the_run_folder_that_is_damaged_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    args = Args.build(run_dir=str(tmp_path), resume=True)
+    create_run_folder(args, entry="train")
+    record_start(args, entry="train")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        claim_run_folder(args, entry="train")
+        refuse_changed_config(args)
