@@ -14,6 +14,7 @@ import os
 import random
 import secrets
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def _parse_rollout(line: bytes, *, location: str, sample_id: str) -> _Rollout:
                 "judged against lambda-returns is judged against itself"
             )
         status = row.get("status", "completed")
-        if status in _STATUS_REASONS:
+        if isinstance(status, str) and status in _STATUS_REASONS:
             raise _LeftOut(f"status_{status}")
         if status not in ("completed", "truncated"):
             raise ValueError(f"status must be completed, truncated, pending, aborted or failed, got {status!r}")
@@ -176,6 +177,8 @@ def _parse_rollout(line: bytes, *, location: str, sample_id: str) -> _Rollout:
         reward = row.get("reward")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
             raise ValueError(f"reward must be a number, got {reward!r}")
+        if isinstance(reward, int) and abs(reward) > sys.float_info.max:
+            raise ValueError("reward must be a number that a float64 can hold")
     except StrictJsonError as error:
         raise ValueError(f"{location}: invalid JSON: {error}") from error
     except ValueError as error:
