@@ -89,6 +89,10 @@ def _parse_row(
     return row
 
 
+def _digest64(line: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big")
+
+
 class PromptSource:
     """Endless, deterministic stream of prompts over a JSONL file.
 
@@ -137,6 +141,7 @@ class PromptSource:
         self._seed = seed
         self._line_numbers = array("Q")
         self._line_offsets = array("Q")
+        self._line_digests = array("Q")
         self._tokens = array("I")
         self._token_ends = array("Q", [0])
         self.num_dropped = 0
@@ -156,13 +161,13 @@ class PromptSource:
         if not self.path.is_file():
             raise FileNotFoundError(f"prompt data {self.path}: no such file")
         seen_keys: set[str] = set()
-        pending: list[tuple[int, int, str]] = []
+        pending: list[tuple[int, int, int, str]] = []
 
         def flush() -> None:
             if not pending:
                 return
-            encoded = tokenizer([text for _, _, text in pending], add_special_tokens=add_special_tokens)["input_ids"]
-            for (number, offset, _), ids in zip(pending, encoded, strict=True):
+            encoded = tokenizer([text for *_, text in pending], add_special_tokens=add_special_tokens)["input_ids"]
+            for (number, offset, line_digest, _), ids in zip(pending, encoded, strict=True):
                 if not ids:
                     raise ValueError(f"{self.path}:{number}: the prompt has no tokens")
                 if max_prompt_len is not None and len(ids) > max_prompt_len:
@@ -175,6 +180,7 @@ class PromptSource:
                     continue
                 self._line_numbers.append(number)
                 self._line_offsets.append(offset)
+                self._line_digests.append(line_digest)
                 self._tokens.extend(ids)
                 self._token_ends.append(len(self._tokens))
             pending.clear()
@@ -187,7 +193,7 @@ class PromptSource:
                 if line.strip():
                     row = self._parse(line, number)
                     seen_keys.update(row)
-                    pending.append((number, offset, self._render(row)))
+                    pending.append((number, offset, _digest64(line), self._render(row)))
                     if len(pending) == _TOKENIZE_ROWS:
                         flush()
                 offset += len(line)
@@ -227,7 +233,10 @@ class PromptSource:
         number = self._line_numbers[index]
         with self.path.open("rb") as file:
             file.seek(self._line_offsets[index])
-            row = self._parse(file.readline(), number)
+            line = file.readline()
+        if _digest64(line) != self._line_digests[index]:
+            raise ValueError(f"{self.path}:{number}: changed since the run began: its tokens are those of before")
+        row = self._parse(line, number)
         _, label_key, metadata_key = self._keys
         return PromptRow(
             index=index,

@@ -181,3 +181,12 @@ def test_getitem_outside_raises_index_error(eight):
             source[index]
     with pytest.raises(ValueError, match="at least 1"):
         source.get(0)
+
+
+def test_getitem_row_that_was_edited_meanwhile_is_refused_by_line(tmp_path, char_tokenizer):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 2}])
+    source = PromptSource(path, tokenizer=char_tokenizer)
+    write(path, [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 3}])
+    assert source[0].label == 1
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: changed since the run began"):
+        source[1]
