@@ -93,8 +93,9 @@ class Advantages:
         columns = zip(batch["old_log_probs"], batch["ref_log_probs"], batch["loss_masks"], strict=True)
         return [
             kl_estimate(
-                log_probs=torch.as_tensor(np.asarray(old, dtype=np.float32)),
-                ref_log_probs=torch.as_tensor(np.asarray(reference, dtype=np.float32)),
+                # Copies: what comes out of Ray's store is read-only, which torch warns of.
+                log_probs=torch.tensor(np.asarray(old, dtype=np.float32)),
+                ref_log_probs=torch.tensor(np.asarray(reference, dtype=np.float32)),
                 loss_mask=torch.as_tensor(np.asarray(mask, dtype=bool)),
                 kind=self._args.kl_loss_type,
             ).numpy()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from miles.algorithms import advantages as registry
 from miles.config import Args
@@ -87,6 +88,20 @@ def test_penalty_is_the_kl_of_the_old_policy_to_the_reference() -> None:
     }
     (row,) = estimate.penalty(columns)
     assert row.tolist() == [2.0, 0.0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_penalty_of_read_only_columns_as_ray_hands_them_out_warns_of_nothing() -> None:
+    frozen = np.array([-1.0, -3.0], dtype=np.float32)
+    frozen.flags.writeable = False
+    columns = {"old_log_probs": [frozen], "ref_log_probs": [frozen], "loss_masks": [[1, 1]]}
+    estimate = Advantages(Args.build(kl_coef=0.1, kl_loss_type="k3"))
+    torch.set_warn_always(True)
+    try:
+        (row,) = estimate.penalty(columns)
+    finally:
+        torch.set_warn_always(False)
+    assert row.tolist() == [0.0, 0.0]
 
 
 def test_explained_variance_is_against_rewards_not_against_the_critics_own_targets() -> None:
