@@ -20,8 +20,8 @@ noticed after --sglang-health-timeout-s, here 8 s. No cell is empty for want of 
 missed by the next one that does. How many requests are sent again depends on what an engine had answered before it
 died, so that is printed and not compared.
 
-On two idle cores a cell takes about 25 s. With --folder the runs and their logs stay there, and a later start of this
-program goes on where an earlier one was ended.
+Expect about half an hour on two cores, and leave them alone: all that starts again competes with what else runs. With
+--folder the runs and their logs stay there, and a later start of this program goes on where an earlier one was ended.
 """
 
 from __future__ import annotations
