@@ -61,8 +61,13 @@ class Case:
         return f"{self.samples} samples a step, {lengths} a response"
 
 
+def word(number: int) -> str:
+    """Of one width: a special token that begins another word would be cut out of it."""
+    return f"w{number:03}"
+
+
 def make_model(folder: Path, mean_length: int | None) -> None:
-    """A random Llama and a tokenizer of words w0, w1, ...
+    """A random Llama and a tokenizer of words w000, w001, ...
 
     At every token it ends the response with probability 1 / `mean_length`; None: never.
     """
@@ -98,10 +103,10 @@ def make_model(folder: Path, mean_length: int | None) -> None:
             others = (states @ head.T).logsumexp(-1)
             head[EOS, 0] = ((others - math.log(mean_length - 1)) / states[..., 0]).mean()
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w3"))
+    tokenizer = Tokenizer(models.WordLevel({word(number): number for number in range(VOCAB)}, unk_token=word(3)))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token=f"w{EOS}", unk_token="w3"
+        tokenizer_object=tokenizer, pad_token=word(PAD), bos_token=word(1), eos_token=word(EOS), unk_token=word(3)
     ).save_pretrained(folder)
 
 
@@ -109,7 +114,7 @@ def make_prompts(path: Path, count: int) -> None:
     draw = random.Random(0)
     with path.open("w") as out:
         for _ in range(count):
-            words = " ".join(f"w{draw.randrange(4, EOS)}" for _ in range(PROMPT_LENGTH))
+            words = " ".join(word(draw.randrange(4, EOS)) for _ in range(PROMPT_LENGTH))
             out.write(json.dumps({"prompt": words, "label": ""}) + "\n")
 
 
@@ -161,7 +166,9 @@ def run_trl(folder: Path, case: Case, *, steps: int, batch: int) -> Steps:
             Clock.last, Clock.tokens = now, 0
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    lines = (folder / "prompts.jsonl").read_text().splitlines()
+    rows = [{"input_ids": tokenizer(json.loads(line)["prompt"])["input_ids"]} for line in lines]
+    assert {len(row["input_ids"]) for row in rows} == {PROMPT_LENGTH}
     config = PPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=case.samples,
@@ -194,8 +201,8 @@ def run_trl(folder: Path, case: Case, *, steps: int, batch: int) -> Steps:
         reward_model=ShareOfEvenTokens(),
         value_model=AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32),
         # It asks a data set for its length and its rows only.
-        train_dataset=[{"input_ids": tokenizer(prompt)["input_ids"]} for prompt in prompts],
-        eval_dataset=[{"input_ids": tokenizer(prompts[0])["input_ids"]}],
+        train_dataset=rows,
+        eval_dataset=rows[:1],
         callbacks=[Clock()],
     )
     trainer.train()
