@@ -119,7 +119,7 @@ class Sample:
         ]:
             raise ValueError(f"sample misses fields: {', '.join(missing)}")
         for name, value in data.items():
-            _check_type(name, value)
+            _check_type(name, value, sample=f"sample {data['index']!r}")
         sample = cls(**{**data, "status": SampleStatus(data.get("status", SampleStatus.PENDING.value))})
         sample.check_aligned()
         return sample
@@ -141,8 +141,8 @@ _PLAIN: dict[str, frozenset[type]] = {
 }
 
 
-def _check_type(name: str, value: Any) -> None:
-    """Raise ValueError unless a value out of JSON has the type of the field `name`."""
+def _check_type(name: str, value: Any, *, sample: str) -> None:
+    """Raise ValueError, naming `sample`, unless a value out of JSON has the type of the field `name`."""
     found, allowed, entries = {type(value)}, _PLAIN.get(name), ""
     if name in _LISTS:
         allowed, entries = frozenset({list}), "a list of "
@@ -153,7 +153,7 @@ def _check_type(name: str, value: Any) -> None:
         known = _LISTS.get(name, allowed)
         kinds = " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in known))
         others = ", ".join(sorted(kind.__name__ for kind in found - allowed))
-        raise ValueError(f"sample: {name} must be {entries}{kinds}, got {others}")
+        raise ValueError(f"{sample}: {name} must be {entries}{kinds}, got {others}")
 
 
 def read_samples(path: Path) -> list[Sample]:

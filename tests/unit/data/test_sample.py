@@ -67,7 +67,7 @@ def test_sample_json_round_trip_gives_the_same_sample():
         ({"rewrad": 1}, "unknown fields: rewrad"),
         ({"loss_mask": [1]}, "loss_mask has 1 entries, response_length is 0"),
         ({"status": "done"}, "done"),
-        ({"loss_mask": 1}, "sample: loss_mask must be a list of bool or float or int, got int"),
+        ({"loss_mask": 1}, "sample 7: loss_mask must be a list of bool or float or int, got int"),
         ({"rollout_log_probs": None}, "rollout_log_probs must be a list of float or int, got NoneType"),
         ({"tokens": [1, "2", 3]}, "tokens must be a list of int, got str"),
         ({"weight_versions": [1]}, "weight_versions must be a list of str, got int"),
