@@ -227,6 +227,9 @@ class SGLangServer:
             # The first request proves that the scheduler behind the HTTP front works.
             remaining = max(deadline - time.monotonic(), 0.1)
             if ready and self._ask("POST", "/generate", min(remaining, 60.0)):
+                # Each weight update collects garbage: most of a second if all that was imported is looked at too.
+                # SGLang asks this of itself at its start, often before anybody listens.
+                self._ask("GET", "/freeze_gc", min(remaining, 60.0))
                 return
             ready = ready or self._ask("GET", "/ready", min(remaining, 5.0))
             if not ready:

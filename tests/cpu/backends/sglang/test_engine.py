@@ -91,3 +91,8 @@ async def test_frozen_scheduler_is_noticed_though_the_http_front_answers(sglang_
             scheduler.send_signal(signal.SIGCONT)
         client.timeout_s = 60.0
         assert len((await client.generate(PROMPTS[0], sampled(0))).output_ids) == 24
+
+
+def test_garbage_of_the_start_is_frozen_once_the_server_answers(sglang_server):
+    log = sglang_server.log_path.read_text()
+    assert '"GET /freeze_gc HTTP/1.1" 200' in log.partition('"POST /generate HTTP/1.1" 200')[2]
