@@ -499,9 +499,9 @@ class OnlineTrainer:
             figures["rollout/log_prob_difference_mean"] = difference
         return figures
 
-    def _parts(self, batch: Batch) -> Iterator[tuple[int, Batch]]:
-        """The batches of the optimizer steps of one rollout, rows in order, with their numbers from 0; those without a
-        trainable token are left out.
+    def _steps(self, batch: Batch) -> Iterator[tuple[int, range]]:
+        """Numbers, from 0, and rows of the optimizer steps of one rollout; those without a trainable token are left
+        out.
         """
         count = len(batch["tokens"])
         size = count if self._args.use_dynamic_global_batch_size else self._args.global_batch_size
@@ -509,7 +509,11 @@ class OnlineTrainer:
         for number, start in enumerate(range(0, count, size)):
             rows = range(start, start + size)
             if any(np.any(batch["loss_masks"][row]) for row in rows):
-                yield number, select_rows(batch, rows)
+                yield number, rows
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[int, Batch]]:
+        """The batches of those steps, with their numbers."""
+        return ((number, select_rows(batch, rows)) for number, rows in self._steps(batch))
 
     def _skipped_steps(self, batch: Batch, rollout_id: int) -> Figures:
         """How many optimizer steps have nothing to train on, where there are any, with a warning.
@@ -519,7 +523,7 @@ class OnlineTrainer:
         Raises:
             ValueError: no step has anything: who scores is down, and to go on would use up prompts for nothing.
         """
-        made = {number for number, _ in self._parts({name: batch[name] for name in ("tokens", "loss_masks")})}
+        made = {number for number, _ in self._steps(batch)}
         count = self._args.num_steps_per_rollout
         skipped = [str(number + 1) for number in range(count) if number not in made]
         if not made:
