@@ -91,6 +91,8 @@ quickstart: $(INSTALLED)
 smollm2: $(SMOLLM2)
 	$(VENV)/bin/python examples/smollm2/run.py $(ARGS)
 
+# Hundreds of processes start in a test run; where this is set, each compiles anew what it imports.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(DEV)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 

@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from miles.contracts.publish import publish_folder
 from miles.utils.strict_parser import StrictParser
@@ -63,16 +64,8 @@ def load_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
         raise ValueError(f"{path}: cannot be read ({error}); reinstall it: {INSTALL}") from None
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(f"{path}: holds a {type(model).__name__}, expected a Llama")
-    set_pre_tokenizer(tokenizer.backend_tokenizer, stated=read_field(path, "tokenizer.ggml.pre"))
+    set_pre_tokenizer(tokenizer.backend_tokenizer, stated=read_gguf_metadata(str(path))[0].get("tokenizer.ggml.pre"))
     return model, tokenizer
-
-
-def read_field(path: Path, name: str) -> Any:
-    """One field of a GGUF file's header, None where it is absent."""
-    from gguf import GGUFReader
-
-    field = GGUFReader(path).get_field(name)
-    return None if field is None else field.contents()
 
 
 def set_pre_tokenizer(tokenizer: Tokenizer, *, stated: str | None) -> None:

@@ -26,7 +26,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def filtered_flags(online_flags: list[str], rl_files: dict[str, Path]) -> list[Any]:
     """Flags of a run that leaves sampled groups over; its responses are long enough to be lost on the way."""
     flags = [*online_flags, "--dynamic-sampling-filter-path", f"{rl_files['reward']}:keep"]
-    return [*flags, "--over-sampling-batch-size", 16, "--rollout-max-response-len", 32]
+    return [*flags, "--over-sampling-batch-size", 16, "--rollout-max-response-len", 64]
 
 
 def rows_of(run_dir: Path) -> list[list[dict[str, Any]]]:
@@ -88,12 +88,11 @@ def test_lost_drivers_engines_and_ranks_with_two_engines_and_groups_left_over_en
 
     # The first rank is missed when the engine that takes a dead one's place is to get its weights. Step 3 has a save
     # of its own, so it is not done again after its engine hung.
-    faults = ["generate@3=kill_engine", "generate@3=kill_actor", "sync@3=hang_engine", "sync@4=kill_actor"]
+    faults = ["generate@3=kill_engine", "generate@3=kill_actor", "sync@3=hang_engine"]
     ended = run("train.py", *flags, "--resume", "--save-interval", 1, "--fault-injection", *faults)
     assert ended.code == 0, ended.err[-3000:]
     assert ended.err.count("fault injection: ") == len(faults)
-    saves = re.findall(r"starting again from the save after rollout (\d)", ended.err)
-    assert saves == ["1", "2"]
+    assert re.findall(r"starting again from the save after rollout (\d)", ended.err) == ["1"]
     assert_no_process_left(ended.mark)
     checked = run("miles/cli.py", "verify", run_dir)
     assert checked.code == 0, checked.out
@@ -159,13 +158,14 @@ def test_engine_killed_that_may_not_start_again_ends_with_one_clear_line(
     tmp_path: Path,
     start: Callable[..., Any],
     online_flags: list[str],
+    without: Callable[..., list[Any]],
     wait_for: Callable[..., None],
     assert_no_process_left: Callable[..., None],
 ) -> None:
-    run_dir = tmp_path / "run"
-    metrics = run_dir / "metrics.jsonl"
-    words = ("--run-dir", run_dir, "--num-rollout", 200, "--sglang-max-restarts", 0)
-    program = start("train.py", *online_flags, *words)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    flags = without(online_flags, "--eval-prompt-data", "--eval-interval", "--save-interval", "--lr", "--critic-lr")
+    flags += ["--run-dir", tmp_path / "run", "--rollout-only", "--num-rollout", 10**6, "--sglang-max-restarts", 0]
+    program = start("train.py", *flags)
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, program)
     schedulers = [
         process
@@ -182,14 +182,14 @@ def test_engine_killed_that_may_not_start_again_ends_with_one_clear_line(
     assert_no_process_left(ended.mark)
 
 
-def test_canary_actor_tp2_critic_pp2_late_and_failing_rewards_hold_up_nothing(
+def test_actor_tp2_critic_pp2_learn_and_late_and_failing_rewards_hold_up_nothing(
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
     rl_files: dict[str, Path],
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:
-    """The engine serves the update, and a resume from the save answers the same."""
+    """The second rollout comes from an engine that an actor of two ranks has updated."""
     settings = {
         "actor-num-gpus-per-node": 2,
         "tensor-model-parallel-size": 2,
@@ -200,19 +200,24 @@ def test_canary_actor_tp2_critic_pp2_late_and_failing_rewards_hold_up_nothing(
         "custom-rm-path": f"{rl_files['reward']}:trying",
         "rm-timeout-s": 4,
         "rm-on-error": "drop",
+        "num-rollout": 2,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    done = run("train.py", *online_flags, *words, "--run-dir", tmp_path / "run", "--canary-one-step")
+    done = run("train.py", *online_flags, *words, "--run-dir", tmp_path / "run")
     assert done.code == 0, done.err
-    assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
-    figures = {name: value for line in read_metrics(tmp_path / "run") for name, value in line.items()}
-    assert figures["rollout/unscored"] == 2
-    assert figures["time/rollout_s"] < 30, "the round waited for a reward that takes 60 s"
+    lines = read_metrics(tmp_path / "run")
+    first, second = (line for line in lines if "rollout/stale_fraction" in line)
+    assert second["rollout/stale_fraction"] == 0.0
+    assert second["rollout/log_prob_difference_mean"] < 1e-5
+    assert first["rollout/unscored"] == 2
+    assert max(line.get("time/rollout_s", 0.0) for line in lines) < 30, "a round waited for a reward that takes 60 s"
     assert re.search(r"took more than 4 s on sample 3\b", done.err)
     assert re.search(r"failed on sample 5: OSError: the judge hung up", done.err)
+    checked = run("miles/cli.py", "verify", tmp_path / "run")
+    assert checked.code == 0, checked.out
 
 
-def test_canary_grpo_of_two_engines_without_a_critic_against_a_reference_model(
+def test_canary_grpo_without_a_critic_against_a_reference_model(
     tmp_path: Path,
     run: Callable[..., Any],
     online_flags: list[str],
@@ -226,7 +231,7 @@ def test_canary_grpo_of_two_engines_without_a_critic_against_a_reference_model(
     flags += ["--dynamic-sampling-filter-path", "miles.rollout.filters:nonzero_reward_std"]
     flags += ["--over-sampling-batch-size", 10, "--policy-objective", "gspo", "--loss-agg-mode", "seq-mean-token-mean"]
     flags += ["--eval-prompt-data", f"one:{rl_files['heldout']}", f"two:{rl_files['heldout']}"]
-    flags += ["--eval-sampling", "two:temperature=1.0,n_samples=2,max_response_len=2", "--rollout-num-gpus", 2]
+    flags += ["--eval-sampling", "two:temperature=1.0,n_samples=2,max_response_len=2"]
     done = run("train.py", *flags, "--run-dir", run_dir, "--canary-one-step")
     assert done.code == 0, done.err[-3000:]
     lines = read_metrics(run_dir)

@@ -14,7 +14,7 @@ from miles.config.hf_folder import read_model_config
 from miles.data.batch import ragged, select_rows
 from miles.data.schedule import build_schedule, localize
 
-_MAX_OBJECTS = 64
+_MAX_OBJECTS = 32
 """Most objects that a batch lies in. To put one takes a millisecond, so one per rank keeps the driver busy for seconds
 at 1,024 ranks; with a single one every node fetches the whole batch. Ranks of a node read their rows in one copy."""
 

@@ -25,6 +25,13 @@ def gguf_path():
 
 
 @pytest.fixture(scope="module")
+def gguf_file(gguf_path):
+    from gguf import GGUFReader
+
+    return GGUFReader(gguf_path)
+
+
+@pytest.fixture(scope="module")
 def model_folder(gguf_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2") / "model"
     convert.convert(gguf_path, folder)
@@ -45,10 +52,10 @@ def rows_as_hugging_face(rows: np.ndarray, *, heads: int) -> np.ndarray:
     return paired.transpose(0, 2, 1, 3).reshape(rows.shape)
 
 
-def test_convert_weights_equal_gguf_rounded_to_bfloat16(gguf_path, model_folder):
-    from gguf import GGUFReader, dequantize
+def test_convert_weights_equal_gguf_rounded_to_bfloat16(gguf_file, model_folder):
+    from gguf import dequantize
 
-    stored = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(gguf_path).tensors}
+    stored = {t.name: dequantize(t.data, t.tensor_type) for t in gguf_file.tensors}
     ours = load_file(model_folder / "model.safetensors")
     layer = "model.layers.7."
     pairs = {
@@ -68,10 +75,8 @@ def test_convert_weights_equal_gguf_rounded_to_bfloat16(gguf_path, model_folder)
         assert torch.equal(ours[name], torch.tensor(expected).bfloat16()), name
 
 
-def test_convert_config_and_special_tokens_equal_gguf_header(gguf_path, model_folder):
-    from gguf import GGUFReader
-
-    header = {name: field.contents() for name, field in GGUFReader(gguf_path).fields.items() if "merges" not in name}
+def test_convert_config_and_special_tokens_equal_gguf_header(gguf_file, model_folder):
+    header = {name: field.contents() for name, field in gguf_file.fields.items() if "merges" not in name}
     config = json.loads((model_folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
     assert config["rope_parameters"]["rope_theta"] == header["llama.rope.freq_base"]

@@ -93,10 +93,13 @@ async def test_tied_qwen2_is_served_and_a_killed_scheduler_is_told_in_one_line(
         async with server.client() as client:
             await assert_serves(client, folder, reference_log_probs)
             tree = processes_of(server._process.pid)
-            long = SamplingParams(max_new_tokens=450, sampling_seed=1, ignore_eos=True)
-            running = [asyncio.create_task(client.generate(PROMPT, long)) for _ in range(4)]
-            await asyncio.sleep(0.5)
-            next(p for p in tree if "scheduler" in " ".join(p.cmdline())).kill()
+            scheduler = next(p for p in tree if "scheduler" in " ".join(p.cmdline()))
+            # Halted, so that no machine is fast enough to answer before the kill.
+            scheduler.suspend()
+            running = [asyncio.create_task(client.generate(PROMPT, SETTINGS)) for _ in range(4)]
+            done, _ = await asyncio.wait(running, timeout=0.5)
+            assert not done
+            scheduler.kill()
             began = time.monotonic()
             for outcome in await asyncio.gather(*running, return_exceptions=True):
                 assert isinstance(outcome, EngineUnreachable), outcome

@@ -128,17 +128,19 @@ async def test_update_in_mid_generation_leaves_spans_that_say_which_weights_samp
     client, trainer, llama, reference_log_probs
 ):
     model = trained(llama, seed=9)
-    # Enough work that no machine finishes it before the pause.
-    settings = [SamplingParams(max_new_tokens=400, sampling_seed=n, ignore_eos=True) for n in range(24)]
+    settings = [SamplingParams(max_new_tokens=100, sampling_seed=n, ignore_eos=True) for n in range(24)]
+    # SGLang's own brake: the fastest machine takes 5 s.
+    await client._request("POST", "/slow_down", {"forward_sleep_time": 0.05})
     running = [asyncio.create_task(client.generate(PROMPT, setting)) for setting in settings]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
     await client.pause("retract")
+    await client._request("POST", "/slow_down", {"forward_sleep_time": None})
     await trainer.send(model.state_dict(), "9")
     await client.flush_cache()
     await client.resume()
     for result in (await asyncio.gather(*running))[::6]:
         assert [span.version for span in result.weight_versions] == ["default", "9"]
-        assert result.weight_versions[0].start == 0 and result.weight_versions[-1].end == 400
+        assert result.weight_versions[0].start == 0 and result.weight_versions[-1].end == 100
         cut = result.weight_versions[0].end
         assert 0 < cut == result.weight_versions[1].start
         old = reference_log_probs(llama, PROMPT, result.output_ids)
