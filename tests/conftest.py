@@ -20,7 +20,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 # They come last, to whoever is free.
                 return nodeid.split("::")[0]
             # Chosen so that both end at about the same time.
-            online = ("tests/e2e/test_online.py", "tests/e2e/test_interruption.py", "tests/cpu/examples")
+            online = ("tests/e2e/test_online.py", "tests/e2e/test_interruption.py", "tests/e2e/test_examples.py")
             return "online" if nodeid.startswith(online) else "the rest"
 
     return OnlineRunsBesideTheRest(config, log)
