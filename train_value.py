@@ -83,7 +83,12 @@ if __name__ == "__main__":
             assert settings.critic_load is not None
             check_critic_listing(settings.critic_load, value_plan.resume)
         check_token_budget(value_plan.dataset, settings)
-        if settings.value_pretrain_eval_only and settings.value_pretrain_eval_split == "heldout":
+        if settings.value_pretrain_eval_only:
+            judged = settings.value_pretrain_eval_split == "heldout"
+        else:
+            # What no gate could judge afterwards is not worth training.
+            judged = value_plan.manifest.heldout is not None and value_plan.resume is None
+        if judged:
             refuse_leaking_prompts(value_plan.manifest)
         assert settings.hf_checkpoint is not None
         check_some_token_ids(

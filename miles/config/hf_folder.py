@@ -55,6 +55,8 @@ def inspect_hf_folder(folder: str | Path) -> HfFolder:
     tokenizer = folder / "tokenizer.json"
     if tokenizer.exists():
         highest = highest_token_id(tokenizer)
+        if highest < 0:
+            raise ValueError(f"{tokenizer}: its vocabulary is empty")
         if highest >= vocab_size:
             raise ValueError(
                 f"{tokenizer} does not fit the model: it has id {highest}, config.json has vocab_size {vocab_size}"

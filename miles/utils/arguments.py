@@ -84,6 +84,10 @@ def parse_args(argv: Sequence[str] | None = None, entry: Entry | None = None) ->
     program = Path(sys.argv[0]).name or "miles"
     parser = _Parser(program, "Flags go on top of the YAML file given with --config.")
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        parser.error("the folder that this was started in is gone; change into one that exists")
+    try:
         args, print_config = _settings(parser, list(sys.argv[1:] if argv is None else argv), entry)
         entry = entry or _entry_of(args)
         try:

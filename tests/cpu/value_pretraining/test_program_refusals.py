@@ -113,7 +113,7 @@ def write_model(folder: Path) -> Path:
 
 
 GOOD = [row(i, float(i % 2)) for i in range(8)]
-HELDOUT = lines(row(100 + i, float(i % 2)) for i in range(8))
+HELDOUT = lines(row(100 + i, float(i % 2), tokens=[2, 1, 3, 4]) for i in range(8))
 
 BAD_DATA = {
     "bad row": (
@@ -147,6 +147,7 @@ def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
     """Name of a mistake -> (flags on top of the good ones, what the program must say)."""
     at = tmp_path_factory.mktemp("refusals")
     good = write_manifest(at / "good", lines(GOOD), HELDOUT)
+    leaking = write_manifest(at / "leaking", lines(GOOD), lines(row(100 + i, float(i % 2)) for i in range(8)))
     contract = write_contract(at / "contract", good)
     (at / "report.json").write_text("{}")
     (at / "uncontracted").mkdir()
@@ -242,10 +243,16 @@ def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
             "needs rows of two distinct labels, the split has only 1",
         ),
         # faults.md row 69: the rows of both splits begin with the same prompt
-        "leaking prompt": (
-            judge(load=write_checkpoint(write_contract(at / "c10", good), 2)),
-            f"{at / 'good' / 'heldout.jsonl'}:1: leaking prompt: {at / 'good' / 'train.jsonl'}:1 trains on the same",
-        ),
+        **{
+            name: (
+                ["--value-pretrain-manifest", str(leaking), *words],
+                f"{leaking.parent / 'heldout.jsonl'}:1: leaking prompt: {leaking.parent / 'train.jsonl'}:1 trains on",
+            )
+            for name, words in (
+                ("leaking prompt", []),
+                ("leaking prompt judged", judge(load=write_checkpoint(write_contract(at / "c10", leaking), 2))),
+            )
+        },
         "devices": (["--tensor-model-parallel-size", "4"], "critic: 2 devices (--critic-num-nodes x --crit"),
         "global batch": (["--global-batch-size", "3"], "--global-batch-size 3 is not divisible by the critic's data"),
         "micro-batch": (["--micro-batch-size", "4"], "the critic's local batch 2 (--global-batch-size 4 over"),
@@ -308,7 +315,7 @@ NAMES = [
     *("resumed plan", "past the plan", "nothing left", "no contract", "contract pin", "no held-out split"),
     *("report exists", "batches overlap", "one label", "devices", "global batch", "micro-batch", "too few rows"),
     *("token budget", "no checkpoint", "run folder of data", "run folder of train.py", "run folder held"),
-    *("critic folder held", "seed", "leaking prompt"),
+    *("critic folder held", "seed", "leaking prompt", "leaking prompt judged"),
 ]
 
 

@@ -114,6 +114,16 @@ def test_mistake_on_the_command_line_is_one_line(
     assert line.startswith(message)
 
 
+def test_working_folder_that_is_gone_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert refused(capsys, []) == ["the folder that this was started in is gone; change into one that exists"]
+
+
 def test_names_of_other_stacks_are_not_ours_and_lead_to_fields() -> None:
     assert set(_ELSEWHERE.values()) <= Args.model_fields.keys()
     assert not {name.replace("-", "_") for name in _ELSEWHERE} & Args.model_fields.keys()

@@ -39,6 +39,7 @@ def test_nested_text_config_is_read(hf_folder: Path) -> None:
         ("tokenizer.json", None, "has no tokenizer (tokenizer.json or tokenizer.model)"),
         ("tokenizer.json", b"{", "tokenizer.json: damaged or truncated"),
         ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer: no vocabulary in it"),
+        ("tokenizer.json", b'{"model": {"vocab": {}}}', "tokenizer.json: its vocabulary is empty"),
         (
             "tokenizer.json",
             b'{"model": {"vocab": {"a": 8}}}',

@@ -32,11 +32,13 @@ def test_prompts_that_only_begin_alike_accepted(manifest_of: Callable[..., Any])
     refuse_leaking_prompts(manifest_of([[1, 2], [3], [11, 2]], [[1], [1, 2, 3], [1, 12]]))
 
 
-def test_train_data_that_is_elsewhere_warned_of(
-    manifest_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_data_that_is_elsewhere_warned_of(
+    split: str, manifest_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = manifest_of([[1]], [[2]])
-    manifest.train.path.unlink()
+    path = getattr(manifest, split).path
+    path.unlink()
     with caplog.at_level(logging.WARNING):
         refuse_leaking_prompts(manifest)
-    assert "nobody looks whether held-out prompts were trained on" in caplog.text
+    assert f"{path} is not here: nobody looks whether held-out prompts are trained on" in caplog.text
