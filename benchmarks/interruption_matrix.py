@@ -1,6 +1,6 @@
 """Every fault at every stage of a step: does train.py end as if nothing had happened, and how soon does it go on?
 
-    python benchmarks/interruption_matrix.py [--faults kill_driver kill_engine ...] [--folder FOLDER]
+    python benchmarks/interruption_matrix.py [--faults kill_driver kill_engine ...] [--folder FOLDER] [--flags ...]
 
 A column is one run of a tiny random Llama on a CPU with PPO: two optimizer steps a rollout, two epochs of the critic,
 an adaptive KL penalty in the reward, a filter with over-sampling that leaves sampled groups over, an evaluation and a
@@ -22,6 +22,8 @@ died, so that is printed and not compared.
 
 Expect about half an hour on two cores, and leave them alone: all that starts again competes with what else runs. With
 --folder the runs and their logs stay there, and a later start of this program goes on where an earlier one was ended.
+What follows --flags goes to train.py, for example another layout: --flags --actor-num-gpus-per-node 2
+--tensor-model-parallel-size 2.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def make_inputs(folder: Path) -> None:
 # -------------------------------------------------------------------- runs
 
 
-def run_column(folder: Path, name: str, advance: Callable[[str], None]) -> None:
+def run_column(folder: Path, name: str, flags: list[str], advance: Callable[[str], None]) -> None:
     """The run of one column (`UNINTERRUPTED`: without faults), started again as often as it takes."""
     run_dir, log, column = folder / name, folder / f"{name}.log", Column.read(folder, name)
     if column.complete:
@@ -143,7 +145,7 @@ def run_column(folder: Path, name: str, advance: Callable[[str], None]) -> None:
     faults = {} if name == UNINTERRUPTED else {stage: f"{stage}@{at}={name}" for at, stage in enumerate(STAGES, 1)}
     left = {stage: fault for stage, fault in faults.items() if stage not in column.struck}
     while not column.complete:
-        words = [sys.executable, str(ROOT / "train.py"), *FLAGS.split(), "--run-dir", str(run_dir)]
+        words = [sys.executable, str(ROOT / "train.py"), *FLAGS.split(), *flags, "--run-dir", str(run_dir)]
         words += ["--fault-injection", *left.values()] if left else []
         words += ["--resume"] if (run_dir / STATE_FILE).exists() else []
         before = len(column.struck)
@@ -222,6 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of train.py; comes last")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder: Path = (options.folder or Path(scratch)).resolve()
@@ -231,7 +234,7 @@ def main() -> int:
         done = sum(len(Column.read(folder, fault).struck) for fault in options.faults)
         with progress_bar("interruption matrix", total=len(STAGES) * len(options.faults), done=done) as advance:
             for name in (UNINTERRUPTED, *options.faults):
-                run_column(folder, name, advance)
+                run_column(folder, name, options.flags, advance)
         return print_matrix(folder, options.faults)
 
 
