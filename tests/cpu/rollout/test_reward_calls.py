@@ -178,11 +178,11 @@ async def test_function_that_never_returns_is_cut_off_and_named(
     samples, reward = make_samples(4), load(name)
     assert await score_samples(samples[:1], reward, timeout_s=30) == []
     began = time.monotonic()
-    assert await score_samples(samples, reward, timeout_s=0.5) == [samples[1]]
-    assert time.monotonic() - began < 10
+    assert await score_samples(samples, reward, timeout_s=2) == [samples[1]]
+    assert time.monotonic() - began < 15
     assert [sample.reward for sample in samples] == [1.0, None, 1.0, 1.0]
     assert samples[1].status is SampleStatus.FAILED
-    assert f":{name} took more than 0.5 s on sample 11" in samples[1].metadata["failure"]
+    assert f":{name} took more than 2 s on sample 11" in samples[1].metadata["failure"]
 
 
 async def test_coroutine_that_blocks_is_cut_off_and_the_next_round_has_a_fresh_loop(

@@ -118,17 +118,17 @@ async def test_dead_engine_replaced_requests_sent_again_once_each(make: Make) ->
 
 async def test_engine_alive_but_silent_noticed_within_the_time(make: Make) -> None:
     # faults.md row 57: the process lives, the scheduler does not.
-    pool, engines = await make(1, health_timeout_s=0.4)
+    pool, engines = await make(1, health_timeout_s=1.0)
     engines[0].hung = True
     replacing = asyncio.ensure_future(replace_one(pool))
     assert await answers(pool, 3) == [1, 2, 3]
     new, seconds = await replacing
-    assert 0.2 < seconds < 1.0
+    assert 0.5 < seconds < 4.0
     await new.stop()
 
 
 async def test_slow_engine_with_a_sign_of_life_is_left_alone(make: Make) -> None:
-    pool, engines = await make(1, health_timeout_s=0.2, delay_s=0.6)
+    pool, engines = await make(1, health_timeout_s=0.6, delay_s=1.0)
     engines[0].healthy_while_hung = True
     losses = asyncio.ensure_future(pool.next_lost())
     await asyncio.sleep(0)
@@ -170,7 +170,9 @@ async def test_engine_given_up_fails_waiting_requests_with_the_reason(make: Make
 
 async def test_busy_seconds_count_the_time_with_requests(make: Make) -> None:
     pool, _ = await make(1, delay_s=0.2, health_timeout_s=5.0)
+    began = time.monotonic()
     await answers(pool, 4)
+    seconds = time.monotonic() - began
     await asyncio.sleep(0.2)
     (busy,) = pool.busy_seconds()
-    assert 0.15 < busy < 0.35
+    assert 0.15 < busy <= seconds
