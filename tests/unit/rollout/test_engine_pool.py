@@ -73,7 +73,7 @@ async def make() -> AsyncIterator[Make]:
     pools: list[EnginePool] = []
     engines: list[FakeEngine] = []
 
-    async def build(count: int, *, health_timeout_s: float = 0.4, delay_s: float = 0.0):
+    async def build(count: int, *, health_timeout_s: float = 2.0, delay_s: float = 0.0):
         mine = [FakeEngine(delay_s) for _ in range(count)]
         urls = [await engine.start() for engine in mine]
         engines.extend(mine)
