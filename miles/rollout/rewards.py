@@ -17,6 +17,9 @@ from miles.data.sample import Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
+_OF_A_FILE = "miles_hook_"
+"""What the names of modules begin with that were loaded from a file."""
+
 Policy = Literal["drop", "stop"]
 Function = Callable[..., Any]
 """`reward(sample) -> number`, or `reward(samples) -> one number each`, plain or async: the parameter's name decides.
@@ -97,7 +100,8 @@ def _load_file(file: Path, given: str) -> Any:
     if not file.is_file():
         raise ValueError(f"{given}: there is no file {file}")
     # The full path in the name: two files may share their last part.
-    module_name = "miles_hook_" + "".join(c if c.isalnum() else "_" for c in str(file.resolve().with_suffix("")))
+    file = file.resolve()
+    module_name = _OF_A_FILE + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -176,8 +180,10 @@ def takes_all(function: Function) -> bool:
 
 
 def function_name(function: Function) -> str:
-    """As messages call it."""
-    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
+    """As messages call it: "package.module:function" or "/path/to/file.py:function"."""
+    module = str(getattr(function, "__module__", "?"))
+    where = sys.modules[module].__file__ if module.startswith(_OF_A_FILE) else module
+    return f"{where}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _fail(part: list[Sample], what: str, name: str, policy: Policy, error: Exception | None = None) -> None:

@@ -1,6 +1,7 @@
 """A reward is a finite number within its time, or one line that names the sample and the function."""
 
 import asyncio
+import functools
 import inspect
 import logging
 import time
@@ -231,6 +232,14 @@ def hook(tmp_path):
 def test_load_function_from_file_and_from_module(hook):
     assert load_function(f"{hook}:reward")(None) == 3
     assert load_function("json:dumps") is __import__("json").dumps
+
+
+def test_function_name_is_the_file_or_the_module_it_came_from(hook, monkeypatch):
+    assert function_name(load_function(f"{hook}:reward")) == f"{hook}:reward"
+    monkeypatch.chdir(hook.parent)
+    assert function_name(load_function(f"{hook.name}:reward")) == f"{hook}:reward"
+    assert function_name(load_function("json:dumps")) == "json:dumps"
+    assert function_name(functools.partial(load_function(f"{hook}:reward"))) == "functools:partial"
 
 
 def test_load_function_keeps_two_files_of_one_name_apart(hook, tmp_path):
