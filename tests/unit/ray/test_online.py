@@ -82,6 +82,30 @@ class Stage:
         return [line[name] for line in self.lines if name in line]
 
 
+@pytest.mark.parametrize(("state", "weights_only"), [(None, True), ({"rollout_id": 0}, False)])
+def test_fresh_run_takes_weights_alone_of_actor_and_critic_and_a_resumed_one_all(
+    state: dict[str, Any] | None, weights_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faults.md row 43."""
+    made: dict[str, bool] = {}
+
+    class Starting:
+        def __init__(self, args: Args, *, role: str, placement: Any, load_weights_only: bool) -> None:
+            made[role] = load_weights_only
+
+        async def init(self) -> None:
+            pass
+
+    monkeypatch.setattr(online, "RayTrainGroup", Starting)
+    monkeypatch.setattr(online, "contracted_critic", lambda args: args)
+    monkeypatch.setattr(online, "newest_checkpoints", lambda args, state: args)
+    stage = Stage(Args.build(), monkeypatch)
+    monkeypatch.setattr(stage.trainer, "_state", state)
+    monkeypatch.setattr(stage.trainer, "_placement", None, raising=False)
+    asyncio.run(stage.trainer._start_groups())
+    assert made == {"actor": weights_only, "critic": weights_only}
+
+
 @pytest.mark.parametrize("refresh", [False, True], ids=["values_as_read", "values_refreshed"])
 def test_penalty_in_the_reward_is_in_the_critics_targets_as_in_the_advantages(
     refresh: bool, monkeypatch: pytest.MonkeyPatch
