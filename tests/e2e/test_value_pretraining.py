@@ -136,6 +136,7 @@ KILLS = (
         saved=(5,),
         torn=f"{TORN}/__0_0.distcp",
     ),
+    Kill("between save and contract", "open 1 */value_pretrain_links/.*", 5, (5, 10)),
     Kill("during contract publication", f"os.rename 1 */{CONTRACT}", 5, (5, 10), verified=False),
 )
 
@@ -149,7 +150,7 @@ def test_training_killed_at_every_moment_ends_in_the_weights_and_contract_of_the
     wait_for: Callable[..., None],
     assert_no_process_left: Callable[..., None],
 ) -> None:
-    """One training, killed and started again four times; each time the rest of it starts from what the kill left."""
+    """One training, killed and started again five times; each time the rest of it starts from what the kill left."""
     reference, critic = trained / "critic", tmp_path / "critic"
     contract, metrics = critic / CONTRACT, tmp_path / "run" / "metrics.jsonl"
     flags = [*value_flags, *SAVING, "--critic-save", critic, "--run-dir", tmp_path / "run"]
