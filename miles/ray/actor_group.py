@@ -226,14 +226,14 @@ class RayTrainGroup:
             raise
         finally:
             for call in calls:
-                call.add_done_callback(_look_at)
+                call.add_done_callback(look_at)
 
     def _lost(self, error: RayActorError) -> TrainingRankLost:
         reason = " ".join(str(error).split())
         return TrainingRankLost(f"a rank of the {self.role} group died: {reason[:300]}")
 
 
-def _look_at(call: asyncio.Future[Any]) -> None:
+def look_at(call: asyncio.Future[Any]) -> None:
     """Take note of an error that nobody waits for any more."""
     if not call.cancelled():
         call.exception()

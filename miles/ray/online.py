@@ -17,7 +17,7 @@ from miles.contracts.chain import describe_checkpoint
 from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
 from miles.data.sao import refuse_segments, validate_sao_train_data
-from miles.ray.actor_group import RayTrainGroup, TrainingRankLost
+from miles.ray.actor_group import RayTrainGroup, TrainingRankLost, look_at
 from miles.ray.advantages import Advantages, returns_outside
 from miles.ray.critic_figures import critic_figures, over_steps
 from miles.ray.faults import FaultInjector
@@ -174,9 +174,6 @@ class OnlineTrainer:
         self._asked = None
         ray.cancel(call)
         await asyncio.wait({answer})
-        if not answer.cancelled():
-            # Taken note of: nobody waits for it any more.
-            answer.exception()
 
     async def __aexit__(self, *error: object) -> None:
         """End engines; training ranks end with the cluster's job."""
@@ -341,6 +338,8 @@ class OnlineTrainer:
         if self._sync is None:
             return await work
         running = asyncio.ensure_future(work)
+        # A loss that ends the run, or starts it again, is the reason; what becomes of this call then is none.
+        running.add_done_callback(look_at)
         self._asked = work, running
         while not running.done():
             losses = self._losses = self._losses or asyncio.ensure_future(self._manager.next_lost_engine.remote())
