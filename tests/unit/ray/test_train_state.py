@@ -136,6 +136,15 @@ def test_resume_with_other_prompts_is_refused_and_with_the_same_elsewhere_allowe
         check_resume(args, state)
 
 
+def test_resume_of_a_replay_looks_at_no_prompts_and_of_a_run_without_a_critic_at_no_critic(tmp_path: Path) -> None:
+    args, state = saved_run(tmp_path, load_rollouts="kept", advantage_estimator="grpo")
+    (tmp_path / "train.jsonl").unlink()
+    shutil.rmtree(tmp_path / "critic")
+    found = check_resume(args, state | {"prompts": {}, "critic_checkpoint": None})
+    assert found.load == str(tmp_path / "actor" / "iter_0000004")
+    assert found.critic_load is None
+
+
 def test_resume_with_other_group_sizes_is_refused_while_groups_are_left_over(tmp_path: Path) -> None:
     args, state = saved_run(tmp_path)
     args = args.replace(source="flag", n_samples_per_prompt=4, allow_config_change=["n_samples_per_prompt"])

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from miles.backends.sglang.client import EngineTimeout, RankChecksums
+from miles.backends.sglang.client import EngineError, EngineRefused, EngineTimeout, RankChecksums
 from miles.config import Args
 from miles.ray import weight_sync
+from miles.ray.actor_group import TrainingRankLost
 from miles.ray.weight_sync import WeightSync
 
 HEALTH_TIMEOUT_S = 0.1
@@ -20,6 +21,7 @@ class Engine:
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self.url, self.hangs, self.slow, self.checksum = url, "", "", "same"
+        self.serves, self.refuses, self.resumed = "", False, 0
 
     async def _work(self, call: str) -> None:
         if call == self.hangs:
@@ -40,14 +42,21 @@ class Engine:
         return [RankChecksums(0, 1, {"weight": self.checksum})]
 
     async def weight_version(self) -> str:
-        return self.version
+        return self.serves or self.version
 
     async def update_weights_from_distributed(self, *, weight_version: str, **_: Any) -> None:
         self.version = weight_version
 
     async def _quick(self, *_: Any) -> None: ...
 
-    pause = begin_weight_update = end_weight_update = flush_cache = resume = close = _quick
+    pause = begin_weight_update = flush_cache = close = _quick
+
+    async def end_weight_update(self) -> None:
+        if self.refuses:
+            raise EngineRefused(f"{self.url}: no update under way", status=400, reason="")
+
+    async def resume(self) -> None:
+        self.resumed += 1
 
     async def destroy_weights_update_group(self, *, group_name: str) -> None: ...
 
@@ -116,3 +125,57 @@ async def test_engine_started_again_is_compared_unless_never(check: str, made: A
             RuntimeError, match=r"engine http://127.0.0.1:3 rank 0 holds other weights .* first weight"
         ):
             await sync.resend(1)
+
+
+async def test_engine_that_serves_another_version_than_was_sent_is_refused(made: Any) -> None:
+    sync, engines = made()
+    await sync.connect()
+    engines[1].serves = "1"
+    with pytest.raises(RuntimeError, match=r"^engine http://127.0.0.1:2 serves weight version 1, version 2 was sent"):
+        await sync.publish(2)
+    assert sync.version == 0
+
+
+async def test_after_a_failed_call_dead_engines_are_named_and_the_others_go_on(made: Any) -> None:
+    sync, engines = made()
+    engines[0].refuses = True
+    engines[1].hangs = "checksums"
+    (lost,) = await sync.lost_engines()
+    assert (lost.number, lost.url) == (1, "http://127.0.0.1:2")
+    assert "no answer" in lost.reason
+    assert engines[0].resumed == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+async def test_of_the_errors_of_a_transfer_a_death_is_told_first_then_what_an_engine_says(
+    order: tuple[int, ...], made: Any
+) -> None:
+    sync, _ = made()
+    errors = [TrainingRankLost("a rank died"), EngineError("an engine failed"), RuntimeError("connection closed")]
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(TrainingRankLost):
+        await sync._together(*(fail(errors[place]) for place in order))
+    with pytest.raises(EngineError):
+        await sync._together(*(fail(errors[place]) for place in order if place))
+
+
+async def test_settling_waits_for_the_side_of_a_transfer_that_an_error_left_behind(made: Any) -> None:
+    sync, _ = made()
+    done: list[str] = []
+
+    async def broadcast() -> None:
+        await asyncio.sleep(0.05)
+        done.append("broadcast")
+        raise RuntimeError("connection closed by peer")
+
+    async def receive() -> None:
+        raise EngineError("the engine is gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        await sync._together(broadcast(), receive())
+    assert done == []
+    await sync.settle()
+    assert done == ["broadcast"]

@@ -17,11 +17,11 @@ GREEDY = SamplingParams(max_new_tokens=1)
 
 
 class FakeEngine:
-    """Answers /generate with the prompt's last token plus one, after `delay_s`; `hang` keeps every door open and says
-    nothing."""
+    """Answers /generate with the prompt's last token plus one, after `delay_s`; where it is `hung` it keeps every door
+    open and says nothing, and to a health check it says so only if it is `healthy`."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
-        self.delay_s, self.hung, self.healthy_while_hung = delay_s, False, False
+        self.delay_s, self.hung, self.healthy = delay_s, False, False
         self.answered: list[list[int]] = []
         self.status = 200
 
@@ -59,9 +59,9 @@ class FakeEngine:
         return web.json_response({"text": "", "output_ids": [token], "meta_info": meta})
 
     async def _health(self, request: web.Request) -> web.Response:
-        if self.hung and not self.healthy_while_hung:
+        if self.hung and not self.healthy:
             await asyncio.sleep(60)
-        return web.Response(status=200 if self.status == 200 else 503)
+        return web.Response(status=200 if self.status == 200 or self.healthy else 503)
 
 
 Make = Callable[..., Awaitable[tuple[EnginePool, list[FakeEngine]]]]
@@ -129,7 +129,7 @@ async def test_engine_alive_but_silent_noticed_within_the_time(make: Make) -> No
 
 async def test_slow_engine_with_a_sign_of_life_is_left_alone(make: Make) -> None:
     pool, engines = await make(1, health_timeout_s=0.6, delay_s=1.0)
-    engines[0].healthy_while_hung = True
+    engines[0].healthy = True
     losses = asyncio.ensure_future(pool.next_lost())
     await asyncio.sleep(0)
     assert await answers(pool, 2) == [1, 2]
@@ -143,9 +143,10 @@ async def test_server_error_of_an_unhealthy_engine_is_a_loss_of_a_healthy_one_an
     replacing = asyncio.ensure_future(replace_one(pool))
     assert await answers(pool, 1) == [1]
     new, _ = await replacing
-    new.status = 400
-    with pytest.raises(EngineError, match="400"):
-        await answers(pool, 1)
+    new.healthy = True
+    for new.status in (400, 500):
+        with pytest.raises(EngineError, match=str(new.status)):
+            await answers(pool, 1)
     await new.stop()
 
 
@@ -154,6 +155,15 @@ async def test_loss_that_nobody_replaces_is_an_error_of_the_request(make: Make) 
     await engines[0].stop()
     with pytest.raises(EngineUnreachable):
         await answers(pool, 1)
+
+
+async def test_hung_engine_that_nobody_replaces_is_waited_for_until_the_requests_own_limit(make: Make) -> None:
+    pool, engines = await make(1, health_timeout_s=0.2)
+    engines[0].hung = True
+    request = asyncio.ensure_future(answers(pool, 1))
+    await asyncio.sleep(0.4)
+    assert not request.done()
+    request.cancel()
 
 
 async def test_engine_given_up_fails_waiting_requests_with_the_reason(make: Make) -> None:
