@@ -50,6 +50,7 @@ from typing import Any
 from miles.config.fault_plan import ACTIONS, STAGES
 from miles.ray.progress import progress_bar
 from miles.ray.train_state import STATE_FILE
+from miles.utils.tracking_utils.tracking import NOT_REPRODUCED
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = tuple(action for action in ACTIONS if action != "sleep")
@@ -64,10 +65,6 @@ FLAGS = f"""
     --max-restarts 99 --sglang-max-restarts 99 --sglang-health-timeout-s 8 --no-tensorboard
 """
 POLL_S, PATIENCE_S = 0.05, 300.0
-NOT_REPRODUCED = (
-    *("time", "perf/", "idle/", "rollout/tokens_per_s", "rollout/engine_idle_fraction"),
-    *("rollout/requests_resent", "rollout/log_prob_difference_mean"),
-)
 FAULT_LINE = re.compile(r"fault injection: \w+ at stage (\w+) of step \d+\n")
 REWARD = """\
 def score(sample):

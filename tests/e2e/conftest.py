@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from miles.utils.tracking_utils.tracking import NOT_REPRODUCED
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MILES_TEST_MARK"
 
@@ -183,18 +185,6 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
         return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
     return read
-
-
-# Figures that depend on the clock, on lost engines, or compare the engine's arithmetic with Megatron's.
-NOT_REPRODUCED = (
-    "time",
-    "perf/",
-    "idle/",
-    "rollout/tokens_per_s",
-    "rollout/engine_idle_fraction",
-    "rollout/requests_resent",
-    "rollout/log_prob_difference_mean",
-)
 
 
 @pytest.fixture

@@ -19,6 +19,17 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _RESERVED = frozenset({"step", "stage", "time"})
+NOT_REPRODUCED = (
+    "time",
+    "perf/",
+    "idle/",
+    "rollout/tokens_per_s",
+    "rollout/engine_idle_fraction",
+    "rollout/requests_resent",
+    "rollout/log_prob_difference_mean",
+)
+"""How names begin that need not be the same in two runs of the same settings, whatever interrupted one of them: those
+that depend on the clock or on lost engines, or compare the engine's arithmetic with Megatron's."""
 
 
 class Tracker:
