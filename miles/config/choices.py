@@ -92,6 +92,11 @@ CORRECTIONS: dict[str, frozenset[str]] = {
 CORRECTION_SETTINGS = frozenset().union(*CORRECTIONS.values())
 
 
+def is_top_k(count: int) -> bool:
+    """Whether an engine can sample among the `count` likeliest tokens; -1: among all."""
+    return count == -1 or count >= 1
+
+
 def is_hook(estimator: str) -> bool:
     """Whether an estimator is a function of the user's: FILE.py:FUNCTION or MODULE:FUNCTION."""
     return ":" in estimator

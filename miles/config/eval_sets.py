@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from miles.config.choices import is_top_k
+
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*):(.+)")
 
 
@@ -33,7 +35,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 _BOUNDS: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda x: 0 <= x < math.inf,
     "top_p": lambda x: 0 < x <= 1,
-    "top_k": lambda x: x == -1 or x >= 1,
+    "top_k": is_top_k,
     "n_samples": lambda x: x >= 1,
     "max_response_len": lambda x: x >= 1,
     "max_prompts": lambda x: x >= 1,

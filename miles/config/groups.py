@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_settings import CliVariadicArg
 
-from miles.config.choices import ESTIMATORS, is_hook
+from miles.config.choices import ESTIMATORS, is_hook, is_top_k
 from miles.config.recipes import SAO_BANDS
 
 
@@ -42,7 +42,7 @@ def _recipe(domain: Any) -> Any:
 
 
 def _top_k(count: int) -> int:
-    if count != -1 and count < 1:
+    if not is_top_k(count):
         raise ValueError("must be at least 1, or -1 for all")
     return count
 
