@@ -154,14 +154,19 @@ def require_int(value: object, *, field: str, minimum: int | None = None) -> int
     return value
 
 
-def require_finite(value: object, *, field: str) -> float:
-    """Return `value` as a float if it is a finite number (never a bool), else raise ValueError naming `field`."""
+def require_number(value: object, *, field: str, kind: str = "number") -> float:
+    """Return `value` as a float if it is an int or a float (never a bool), else raise ValueError naming `field`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{field} must be a finite number, got {value!r}")
+        raise ValueError(f"{field} must be a {kind}, got {value!r}")
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
-        raise ValueError(f"{field} must be a finite number, got an integer too large for float64") from None
+        raise ValueError(f"{field} must be a {kind}, got an integer too large for float64") from None
+
+
+def require_finite(value: object, *, field: str) -> float:
+    """As `require_number`, but refuse NaN and the infinities too."""
+    number = require_number(value, field=field, kind="finite number")
     if not math.isfinite(number):
         raise ValueError(f"{field} must be a finite number, got {value!r}")
     return number

@@ -14,7 +14,6 @@ import os
 import random
 import secrets
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from miles.contracts.canonical import (
     parse_strict_json,
     readable_json_bytes,
     require_int,
+    require_number,
     sha256_bytes,
     sha256_file,
 )
@@ -175,10 +175,8 @@ def _parse_rollout(line: bytes, *, location: str, sample_id: str) -> _Rollout:
         if length > len(tokens):
             raise ValueError(f"response_length {length} exceeds the {len(tokens)} tokens")
         reward = row.get("reward")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise ValueError(f"reward must be a number, got {reward!r}")
-        if isinstance(reward, int) and abs(reward) > sys.float_info.max:
-            raise ValueError("reward must be a number that a float64 can hold")
+        if reward is not None:
+            reward = require_number(reward, field="reward")
     except StrictJsonError as error:
         raise ValueError(f"{location}: invalid JSON: {error}") from error
     except ValueError as error:
@@ -191,7 +189,7 @@ def _parse_rollout(line: bytes, *, location: str, sample_id: str) -> _Rollout:
         raise _LeftOut("no_prompt_token")
     if not any(loss_mask):
         raise _LeftOut("no_trainable_token")
-    return _Rollout(tokens, length, loss_mask, float(reward), sample_id)
+    return _Rollout(tokens, length, loss_mask, reward, sample_id)
 
 
 def _prompt_digest(tokens: Sequence[int]) -> bytes:

@@ -186,7 +186,7 @@ def test_build_strict_allows_aborted_generation(write_rollouts, good_rows, rollo
         ({"reward": True}, ":2: reward must be a number"),
         ({"status": "done"}, ":2: status must be completed"),
         ({"status": ["failed"]}, ":2: status must be completed"),
-        ({"reward": 10**400}, ":2: reward must be a number that a float64 can hold"),
+        ({"reward": 10**400}, ":2: reward must be a number, got an integer too large for float64"),
         ({"reward": 1.5}, r":2: returns \[1\.5, 1\.5\] leave --value-reward-range \[0, 1\]"),
     ],
 )
