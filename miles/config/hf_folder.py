@@ -1,11 +1,14 @@
 """What a Hugging Face model folder says of itself without torch: is it there, whole, and of one piece."""
 
-import json
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from miles.contracts.canonical import parse_json, read_json
+
+_DAMAGED = "damaged or truncated"
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -149,7 +152,7 @@ def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
         if len(prefix) < 8 or 8 + length > size:
             raise ValueError(f"{path}: truncated: {size} bytes do not hold a safetensors header")
         try:
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length), where=path)
             header.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             complete = all(
@@ -157,7 +160,7 @@ def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
                 and all(type(length) is int and length >= 0 for length in entry["shape"])
                 for entry in header.values()
             )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             complete, end = False, size
     if not complete:
         raise ValueError(f"{path}: damaged: its safetensors header cannot be read")
@@ -174,11 +177,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is missing, damaged, or holds something else.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path, fault=_DAMAGED)
     except FileNotFoundError:
         raise ValueError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or truncated: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {_DAMAGED}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content

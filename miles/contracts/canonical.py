@@ -80,6 +80,30 @@ def parse_strict_json(data: bytes, *, allow_non_finite: bool = False) -> Any:
         raise StrictJsonError(str(error)) from error
 
 
+def parse_json(text: str | bytes, *, where: object, fault: str = "not valid JSON") -> Any:
+    """Parse JSON as Python does, for what need not be strict: files of others, and our own that nothing pins.
+
+    Raises:
+        ValueError: `WHERE: FAULT: ` and why.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where}: {fault}: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {fault}: {error}") from None
+
+
+def read_json(path: Path, *, fault: str = "not valid JSON") -> Any:
+    """Return what a JSON file holds, parsed as Python does.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: `PATH: FAULT: ` and why.
+    """
+    return parse_json(path.read_bytes(), where=path, fault=fault)
+
+
 def sha256_bytes(data: bytes) -> str:
     """Return the SHA-256 of `data` as 64 lower-case hex digits."""
     return hashlib.sha256(data).hexdigest()

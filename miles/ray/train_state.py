@@ -1,6 +1,5 @@
 """What a save of an online run leaves for a resume. Needs neither Ray nor torch, so a mistake is told at once."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from miles.config import Args
 from miles.config.groups import flag_of
 from miles.config.rules import saved_to
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
-from miles.contracts.canonical import require_int, sha256_file
+from miles.contracts.canonical import read_json, require_int, sha256_file
 from miles.contracts.chain import describe_checkpoint, iteration_folder
 from miles.rollout.preflight import refuse_other_prompts
 from miles.utils.tracking_utils.run_folder import read_run_json, refuse_changed_config
@@ -32,10 +31,7 @@ def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
     path = Path(run_dir) / STATE_FILE
     if not path.exists():
         return None
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: invalid JSON: {error}") from None
+    state = read_json(path)
     if not isinstance(state, dict) or state.get("schema") != STATE_SCHEMA:
         found = state.get("schema") if isinstance(state, dict) else None
         raise ValueError(

@@ -27,7 +27,7 @@ from miles.reporting.series import (
     evaluation_report,
     flatten,
     is_finite,
-    read_json,
+    read_json_object,
     read_metrics,
     read_settings,
 )
@@ -84,7 +84,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, links: S
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir / METRICS_FILE)
-    facts = read_json(run_dir / RUN_RECORD_NAME)
+    facts = read_json_object(run_dir / RUN_RECORD_NAME)
     evaluation = evaluation_report(run_dir, facts)
     panels, missing = _panels(metrics, evaluation)
     drawn = {name for names in DRAWN_NAMES for name in names}

@@ -1,11 +1,12 @@
 """What a run folder holds: metric series, resolved settings, facts."""
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from miles.contracts.canonical import parse_json, read_json
 
 _LINE_KEYS = frozenset({"step", "stage", "time", "timeline"})
 
@@ -88,10 +89,7 @@ def read_metrics(path: Path) -> Metrics:
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not valid JSON: {error}") from None
+            row = parse_json(line, where=where)
             if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("stage"), str):
                 raise ValueError(f"{where}: expected an object with an integer 'step' and a string 'stage'")
             time = row.get("time")
@@ -161,7 +159,7 @@ def read_settings(path: Path) -> list[Setting]:
     return settings
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, None where there is no file.
 
     Raises:
@@ -169,10 +167,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """
     if not path.is_file():
         return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return value
@@ -199,4 +194,4 @@ def evaluation_report(run_dir: Path, facts: dict[str, Any] | None) -> dict[str, 
     """
     used = (facts or {}).get("value_pretraining")
     named = used.get("eval_report_path") if isinstance(used, dict) else None
-    return read_json(run_dir / named) if isinstance(named, str) else None
+    return read_json_object(run_dir / named) if isinstance(named, str) else None

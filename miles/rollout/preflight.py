@@ -1,6 +1,5 @@
 """What the rollout side needs from the user, looked at in the driver before a device is reserved."""
 
-import json
 import logging
 import time
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from miles.config import Args
 from miles.config.choices import is_hook
 from miles.config.groups import flag_of
 from miles.config.hf_folder import has_chat_template, read_model_config
-from miles.contracts.canonical import require_int, sha256_file
+from miles.contracts.canonical import parse_json, read_json, require_int, sha256_file
 from miles.contracts.publish import publish_json
 from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
@@ -100,10 +99,7 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     if not path.is_file():
         raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
     refuse_changed_config(args)
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: invalid JSON: {error}") from None
+    state = read_json(path)
     if not isinstance(state, dict) or state.get("schema") != _ROLLOUT_STATE_SCHEMA:
         raise ValueError(f"{path}: schema must be {_ROLLOUT_STATE_SCHEMA!r}; name another --run-dir")
     kept = require_int(state.get("rollout_id"), field=f"{path}: rollout_id", minimum=0) + 1
@@ -218,8 +214,8 @@ def _keys_until(path: Path, *, wanted: Iterable[str]) -> set[str]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parse_json(line, where=path)
+            except ValueError:
                 continue
             if isinstance(row, dict):
                 keys |= row.keys()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from miles.backends.megatron.architecture import Architecture
+from miles.contracts.canonical import read_json
 
 IDENTITY_FILE = "identity.json"
 IDENTITY_SCHEMA = "miles.megatron-checkpoint.v1"
@@ -59,11 +59,9 @@ class Identity:
         """
         path = folder / IDENTITY_FILE
         try:
-            raw = json.loads(path.read_text())
+            raw = read_json(path)
         except FileNotFoundError:
             raise ValueError(f"{folder}: no {IDENTITY_FILE}: not a complete checkpoint") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(raw, dict) or raw.pop("schema", None) != IDENTITY_SCHEMA:
             raise ValueError(f"{path}: schema must be {IDENTITY_SCHEMA!r}")
         try:

@@ -1,7 +1,6 @@
 """The run folder: `config.yaml`, `run.json`, and the places the rest of a run writes to."""
 
 import hashlib
-import json
 import platform
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import miles
 from miles.config.args import Args, Entry, refuse_unknown_fields
 from miles.config.files import config_yaml, read_config_file
 from miles.config.groups import flag_of
+from miles.contracts.canonical import read_json
 from miles.contracts.chain import RUN_CONFIG_NAME, RUN_RECORD_NAME, write_run_record
 from miles.contracts.publish import publish_bytes
 from miles.utils.audit_utils.process_identity import MainProcessIdentity
@@ -197,12 +197,7 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
     path = Path(run_dir) / RUN_RECORD_NAME
     if not path.exists():
         return {}
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    facts = read_json(path)
     if not isinstance(facts, dict):
         raise ValueError(f"{path}: expected a JSON object")
     for key, needed in (("starts", "entry"), ("checkpoints", "path")):

@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from miles.config.args import Args
 from miles.config.files import config_yaml
+from miles.contracts.canonical import parse_json
 from miles.contracts.publish import publish_bytes
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-_RESERVED = frozenset({"step", "stage", "time"})
 NOT_REPRODUCED = (
     "time",
     "perf/",
@@ -30,6 +30,7 @@ NOT_REPRODUCED = (
 )
 """How names begin that need not be the same in two runs of the same settings, whatever interrupted one of them: those
 that depend on the clock or on lost engines, or compare the engine's arithmetic with Megatron's."""
+_RESERVED = frozenset({"step", "stage", "time"})
 
 
 class Tracker:
@@ -137,8 +138,8 @@ def drop_steps_from(path: Path, step: int) -> None:
         if not line.endswith(b"\n"):
             continue
         try:
-            before = json.loads(line)["step"] < step
-        except (ValueError, KeyError, TypeError, RecursionError):
+            before = parse_json(line, where=path)["step"] < step
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}:{number}: expected a JSON object with a number 'step'") from None
         if before:
             kept.append(line)

@@ -12,7 +12,9 @@ from miles.contracts.canonical import (
     canonical_json_bytes,
     check_seal,
     is_sha256,
+    parse_json,
     parse_strict_json,
+    read_json,
     require_finite,
     require_int,
     sealed,
@@ -39,6 +41,25 @@ def test_canonical_json_read_back_gives_the_same_value_and_bytes(value):
 
 def test_canonical_json_sorts_keys_and_keeps_unicode():
     assert canonical_json_bytes({"b": [1, 2.5], "a": "λ"}) == '{"a":"λ","b":[1,2.5]}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'{"a":', "Expecting value: line 1 column 6"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff"),
+        (b"[" * 100_000, "nested too deeply$"),
+    ],
+)
+def test_json_that_cannot_be_parsed_is_told_by_its_place_and_reason(data, reason, tmp_path):
+    with pytest.raises(ValueError, match=f"^a line: not valid JSON: {reason}"):
+        parse_json(data, where="a line")
+    path = tmp_path / "x.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"^{path}: damaged: {reason}"):
+        read_json(path, fault="damaged")
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "y.json")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

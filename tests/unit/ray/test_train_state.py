@@ -178,7 +178,7 @@ def test_kl_coefficient_after_a_resume(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema": "miles.train', "invalid JSON"),
+        ('{"schema": "miles.train', "not valid JSON"),
         (json.dumps({**STATE, "schema": "miles.train-state.v2"}), "schema must be"),
         ("[]", "schema must be"),
         (

@@ -255,7 +255,7 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
 def test_rollout_state_that_nobody_wrote_refused(text: str, began: Callable[..., Args]) -> None:
     args = began(rollout_only=True, resume=True)
     (leave_rollout(args) / "state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"state.json: (invalid JSON|schema must be)"):
+    with pytest.raises(ValueError, match=r"state.json: (not valid JSON|schema must be)"):
         kept_rollout_state(args)
 
 
