@@ -41,6 +41,7 @@ class World:
         self.num_servers = 0
         self.versions: dict[str, str] = {}
         self.groups: list[str] = []
+        self.given_up: list[int] = []
         self.befalls: dict[str, Callable[[], Any]] = {}
 
     async def reach(self, call: str) -> None:
@@ -165,6 +166,10 @@ class Manager(RolloutManager):
         return Client(url)
 
     async def stop(self) -> None: ...
+
+    def give_up_engine(self, number: int, reason: str) -> None:
+        self.world.given_up.append(number)
+        super().give_up_engine(number, reason)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sha256": "", "leftover": []}
@@ -312,6 +317,8 @@ def test_engine_that_may_not_start_again_ends_the_run_with_one_clear_line(progra
     assert err.splitlines()[-1] == f"{last}--sglang-max-restarts is 0"
     assert "Traceback" not in err
     assert world.num_servers == NUM_ENGINES
+    # Its requests end rather than wait for ever.
+    assert world.given_up == [0]
 
 
 def test_engine_whose_new_server_does_not_start_ends_the_run_with_its_reason(program: Program, world: World) -> None:
