@@ -289,7 +289,8 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
 
 
 def _place(function: EstimatorFunction) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
+    # A callable object has no name of its own.
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def register_advantage_estimator(
@@ -376,27 +377,33 @@ def compute_advantages_and_returns(
         adaptive_alpha=adaptive_alpha,
         adaptive_min_length=adaptive_min_length,
     )
-    resolved = resolve_advantage_estimator(estimator)
     rows = AdvantageBatch(batch, kl_coef=kl_coef)
-    results = resolved.function(rows, options)
+    results = resolve_advantage_estimator(estimator).function(rows, options)
     if not isinstance(results, tuple) or len(results) != 2:
-        raise ValueError(f"advantage estimator {resolved.name} must return (advantages, returns)")
-    for what, result in zip(("advantages", "returns"), results, strict=True):
-        if np.shape(result) != rows.row_A.shape:
-            raise ValueError(
-                f"{what} of advantage estimator {resolved.name} have shape {np.shape(result)}, expected one number for"
-                f" each of the {len(rows.row_A)} trainable tokens"
-            )
-        finite_A = np.isfinite(result)
-        if not finite_A.all():
-            raise ValueError(
-                f"{what} of advantage estimator {resolved.name} are not finite at"
-                f" {rows.name(rows.row_A[np.argmin(finite_A)])}"
-            )
-    advantages_A, returns_A = results
+        raise ValueError("an advantage estimator must return (advantages, returns)")
+    advantages_A, returns_A = (
+        _checked(result, rows, f"{what} of the advantage estimator")
+        for what, result in zip(("advantages", "returns"), results, strict=True)
+    )
     if normalize:
         advantages_A = _whiten(advantages_A)
     return rows.split(advantages_A), rows.split(returns_A)
+
+
+def _checked(result: Any, rows: AdvantageBatch, what: str) -> np.ndarray:
+    """What an estimator returned, float64 [A]; ValueError unless these are numbers that float32 holds."""
+    try:
+        x_A = np.asarray(result, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{what} are not numbers: {error}") from None
+    if x_A.shape != rows.row_A.shape:
+        raise ValueError(
+            f"{what} have shape {x_A.shape}, expected one number for each of the {len(rows.row_A)} trainable tokens"
+        )
+    finite_A = np.abs(x_A) <= np.finfo(np.float32).max
+    if not finite_A.all():
+        raise ValueError(f"{what} are not finite at {rows.name(rows.row_A[np.argmin(finite_A)])}")
+    return x_A
 
 
 # -------------------------------------------------------------------- estimators

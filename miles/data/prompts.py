@@ -55,7 +55,7 @@ def check_prompt_file(
                         f"{path}:{number}: {metadata_key!r} has {SEGMENT_KEY}, which needs --sao-compaction"
                     )
     if empty:
-        raise ValueError(f"prompt data {path}: no prompts")
+        raise ValueError(f"{path}: no prompts")
 
 
 def _parse_row(

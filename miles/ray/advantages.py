@@ -13,7 +13,7 @@ from miles.config import Args
 from miles.config.choices import is_hook
 from miles.data.batch import select_rows
 from miles.data.sao import failed_rows
-from miles.rollout.rewards import load_function
+from miles.rollout.functions import describe_in, load_function
 
 
 class Advantages:
@@ -27,7 +27,7 @@ class Advantages:
         """
         name = args.advantage_estimator
         self._args = args
-        self._estimator = load_function(name) if is_hook(name) else name
+        self._estimator = load_function(name, flag="--advantage-estimator", awaited=False) if is_hook(name) else name
         facts = resolve_advantage_estimator(self._estimator)
         if facts.needs_values and not args.has_critic:
             raise ValueError(f"--advantage-estimator {name} needs a critic: --use-critic")
@@ -44,6 +44,9 @@ class Advantages:
         if not any(np.any(mask) for mask in batch["loss_masks"]):
             raise ValueError("no sample of the rollout has a trainable token")
         rows = [row for row, lost in enumerate(failed_rows(batch)) if not lost]
+        lost = len(batch["loss_masks"]) - len(rows)
+        # Groups that lost members are no mistake of the settings.
+        because = f"{lost} of the rollout's {len(batch['loss_masks'])} samples have no reward (late or failed): "
         try:
             found = compute_advantages_and_returns(
                 _take(batch, rows),
@@ -57,15 +60,14 @@ class Advantages:
                 adaptive_alpha=args.gae_adaptive_alpha,
                 adaptive_min_length=args.gae_adaptive_min_length,
             )
-        except ValueError as error:
-            if lost := len(batch["loss_masks"]) - len(rows):
-                # Groups that lost members are no mistake of the settings.
-                raise ValueError(
-                    f"{lost} of the rollout's {len(batch['loss_masks'])} samples have no reward (late or failed): "
-                    f"{error}"
-                ) from None
+        except (Exception, SystemExit) as error:
+            if not isinstance(self._estimator, str):
+                text = f"--advantage-estimator {args.advantage_estimator}: {describe_in(error, self._estimator)}"
+                raise ValueError(because * bool(lost) + text) from error
+            if lost and isinstance(error, ValueError):
+                raise ValueError(f"{because}{error}") from None
             raise
-        if len(rows) == len(batch["loss_masks"]):
+        if not lost:
             return found
         advantages, returns = (
             [np.zeros(length, dtype=np.float32) for length in batch["response_lengths"]] for _ in range(2)

@@ -17,7 +17,7 @@ from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
 from miles.data.sao import refuse_segments, validate_sao_train_data
-from miles.rollout.rewards import load_function
+from miles.rollout.functions import load_function
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
 
@@ -44,7 +44,7 @@ def check_rollout_inputs(args: Args) -> None:
         functions |= {"custom_rm_path": 1, "dynamic_sampling_filter_path": 1}
     for name, arguments in functions.items():
         if (path := getattr(args, name)) is not None:
-            load_function(path, flag=flag_of(name), arguments=arguments)
+            load_function(path, flag=flag_of(name), arguments=arguments, awaited=name == "custom_rm_path")
     if args.load_rollouts is not None:
         _check_kept_rollouts(args, Path(args.load_rollouts))
         return
@@ -55,22 +55,27 @@ def check_rollout_inputs(args: Args) -> None:
             "tokenizer_config.json)"
         )
     keys = {"input_key": args.input_key}
-    keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.source_of(name) != "default"}
-    paths = [args.prompt_data, *(one.path for one in args.eval_sets())]
-    for path in filter(None, paths):
+    keys |= {name: getattr(args, name) for name in ("label_key", "metadata_key") if args.is_user_set(name)}
+    files = [("--prompt-data", args.prompt_data), *(("--eval-prompt-data", one.path) for one in args.eval_sets())]
+    for flag, path in files:
+        if path is None:
+            continue
         found = _keys_until(Path(path), wanted=keys.values())
         for name, key in keys.items():
             if found and key not in found:
                 raise ValueError(
                     f"{flag_of(name)} {key}: no row of {path} has that key; its rows have {', '.join(sorted(found))}"
                 )
-        check_prompt_file(
-            Path(path),
-            input_key=args.input_key,
-            metadata_key=args.metadata_key,
-            apply_chat_template=args.apply_chat_template,
-            segments_allowed=args.sao_compaction or path != args.prompt_data,
-        )
+        try:
+            check_prompt_file(
+                Path(path),
+                input_key=args.input_key,
+                metadata_key=args.metadata_key,
+                apply_chat_template=args.apply_chat_template,
+                segments_allowed=args.sao_compaction or flag == "--eval-prompt-data",
+            )
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
 
 
 def rollout_file(folder: Path, rollout_id: int) -> Path:

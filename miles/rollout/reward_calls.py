@@ -7,7 +7,6 @@ for others, shares an event loop in a thread of its own.
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import pickle
@@ -16,23 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
-from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 from miles.data.sample import Sample
+from miles.rollout.functions import Function, FunctionFailed, describe, function_name, is_async, load_function
 from miles.rollout.reward_worker import HEADER
-from miles.rollout.rewards import (
-    BadReward,
-    Function,
-    RewardFailed,
-    describe,
-    function_name,
-    load_function,
-    metadata_texts,
-    rewards_of,
-    takes_all,
-)
+from miles.rollout.rewards import BadReward, metadata_texts, rewards_of, takes_all
 
 _START_S = 300.0
 """The worker imports what the caller has imported just before."""
@@ -59,8 +47,7 @@ class RewardFunction:
         function = load_function(path, flag=flag)
         self.name = function_name(function)
         self.takes_all = takes_all(function)
-        call = getattr(function, "__call__", None)  # noqa: B004
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+        if is_async(function):
             self._runner: _Workers | _LoopThread = _LoopThread(function)
         else:
             self._runner = _Workers(path, flag, min(concurrency, len(os.sched_getaffinity(0))))
@@ -104,7 +91,7 @@ class _Workers:
             raise TimeoutError
         if kind == "refused":
             raise BadReward(rest[0])
-        error = RewardFailed(rest[0])
+        error = FunctionFailed(rest[0])
         error.add_note(rest[1])
         raise error
 
@@ -155,7 +142,7 @@ class _Worker:
         """The worker's answer.
 
         Raises:
-            RewardFailed: the process ended.
+            FunctionFailed: the process ended.
         """
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(sock=self._socket)
@@ -170,7 +157,7 @@ class _Worker:
             self.kill()
             code = self._process.returncode
             how = f"by signal {-code}" if code is not None and code < 0 else f"with exit status {code}"
-            raise RewardFailed(f"its process ended {how}") from None
+            raise FunctionFailed(f"its process ended {how}") from None
 
     def kill(self) -> None:
         """End the process and what it started; once."""
@@ -199,8 +186,8 @@ class _LoopThread:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True, name="miles-reward").start()
         loop = self._loop
-        # A late call may still write to its samples.
-        copies = [replace(sample, metadata=deepcopy(sample.metadata)) for sample in samples]
+        # What a call writes to its samples, in time or late, is its own: as it is in a worker.
+        copies: list[Sample] = pickle.loads(pickle.dumps(samples))
         try:
             scoring = asyncio.run_coroutine_threadsafe(self._score(copies), loop)
             return await asyncio.wait_for(asyncio.wrap_future(scoring), timeout_s)
@@ -214,7 +201,7 @@ class _LoopThread:
             value = await self._function(samples if takes_all(self._function) else samples[0])
         except (SystemExit, KeyboardInterrupt) as error:
             # These would end the loop.
-            raise RewardFailed(describe(error)) from error
+            raise FunctionFailed(describe(error)) from error
         return rewards_of(value, samples, texts, self._function), [sample.metadata for sample in samples]
 
     async def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -17,7 +17,8 @@ import traceback
 from typing import Any, BinaryIO
 
 from miles.data.sample import Sample
-from miles.rollout.rewards import BadReward, Function, describe, load_function, metadata_texts, rewards_of, takes_all
+from miles.rollout.functions import Function, describe, load_function
+from miles.rollout.rewards import BadReward, metadata_texts, rewards_of, takes_all
 
 HEADER = struct.Struct("!Q")
 """Length of the pickle that follows it."""

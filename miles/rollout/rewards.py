@@ -1,33 +1,32 @@
-"""Rewards: loading a user's function, calling it under a time limit, and refusing what is no number."""
+"""Rewards: a user's function called under a time limit, and what is no number refused."""
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
 import logging
 import math
 import numbers
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from miles.data.sample import Sample, SampleStatus
+from miles.rollout.functions import Function, describe, function_name
 
 logger = logging.getLogger(__name__)
 
-_OF_A_FILE = "miles_hook_"
-"""What the names of modules begin with that were loaded from a file."""
+_LARGEST = 1e18
+"""The square of a larger one, in a variance or a value loss, is no float32."""
 
 Policy = Literal["drop", "stop"]
-Function = Callable[..., Any]
-"""`reward(sample) -> number`, or `reward(samples) -> one number each`, plain or async: the parameter's name decides.
-"""
 
 
 class Reward(Protocol):
-    """A reward function as `score_samples` calls it, wherever it runs."""
+    """A reward function as `score_samples` calls it, wherever it runs.
+
+    The user's is `reward(sample) -> number`, or `reward(samples) -> one number each`, plain or async: the parameter's
+    name decides.
+    """
 
     name: str
     takes_all: bool
@@ -45,74 +44,6 @@ class Reward(Protocol):
 
 class BadReward(ValueError):
     """A function returned what is no reward; the line names sample and function. Ends the run whatever the policy."""
-
-
-class RewardFailed(Exception):
-    """The function raised, or its process ended; the text says it in one line."""
-
-
-def load_function(path: str, *, flag: str = "function path", arguments: int | None = None) -> Callable[..., Any]:
-    """The function at "package.module:function" or "path/to/file.py:function".
-
-    Args:
-        flag: what the path was given as, for the message.
-        arguments: how many it will be called with, by position; None does not ask.
-
-    Raises:
-        ValueError: malformed path, no such file, module or function, an error while the module was imported, or a
-            function that cannot be called with so many arguments.
-    """
-    given = f"{flag} {path}"
-    where, separator, name = path.rpartition(":")
-    if not separator or not where or not name.isidentifier():
-        raise ValueError(f"{given}: expected package.module:function or file.py:function")
-    if where.endswith(".py"):
-        module = _load_file(Path(where), given)
-    else:
-        try:
-            module = importlib.import_module(where)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"{given}: importing {where} failed: {describe(error)}") from error
-    function = vars(module).get(name)
-    if function is None:
-        raise ValueError(f"{given}: {where} has no {name}")
-    if not callable(function):
-        raise ValueError(f"{given}: {name} is a {type(function).__name__}, not a function")
-    if arguments is not None:
-        _refuse_other_arguments(function, arguments, given)
-    return function
-
-
-def _refuse_other_arguments(function: Callable[..., Any], count: int, given: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        # Some builtins do not tell.
-        return
-    try:
-        signature.bind(*[None] * count)
-    except TypeError as error:
-        what = "1 argument" if count == 1 else f"{count} arguments"
-        raise ValueError(f"{given}: it is called with {what}, its signature is {signature}: {error}") from None
-
-
-def _load_file(file: Path, given: str) -> Any:
-    if not file.is_file():
-        raise ValueError(f"{given}: there is no file {file}")
-    # The full path in the name: two files may share their last part.
-    file = file.resolve()
-    module_name = _OF_A_FILE + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        # A script without a main guard would end this program too, and not even as a failure.
-        del sys.modules[module_name]
-        raise ValueError(f"{given}: importing {file} failed: {describe(error)}") from error
-    return module
 
 
 async def score_samples(
@@ -177,13 +108,6 @@ def takes_all(function: Function) -> bool:
     except (TypeError, ValueError):
         return False
     return bool(parameters) and parameters[0] == "samples"
-
-
-def function_name(function: Function) -> str:
-    """As messages call it: "package.module:function" or "/path/to/file.py:function"."""
-    module = str(getattr(function, "__module__", "?"))
-    where = sys.modules[module].__file__ if module.startswith(_OF_A_FILE) else module
-    return f"{where}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _fail(part: list[Sample], what: str, name: str, policy: Policy, error: Exception | None = None) -> None:
@@ -255,16 +179,13 @@ def _number(value: Any, sample: Sample, name: str) -> float:
             f"reward function {name} returned {value!r} ({type(value).__name__}) for sample {sample.index}, "
             "expected a number"
         )
-    if not math.isfinite(value):
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    if not abs(reward) <= _LARGEST:
         raise BadReward(
-            f"reward function {name} returned {float(value)} for sample {sample.index}, expected a finite number"
+            f"reward function {name} returned {reward:g} for sample {sample.index}, expected a finite number of at "
+            f"most {_LARGEST:g} either way"
         )
-    return float(value)
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, RewardFailed):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return reward

@@ -23,11 +23,12 @@ from miles.ray.cluster import device_kind
 from miles.ray.driver_folder import driver_folder_env, enter_driver_folder
 from miles.reporting.wilson import wilson_interval
 from miles.rollout.engine_pool import EnginePool, LostEngine
+from miles.rollout.filters import load_filter
 from miles.rollout.generation import generate_samples
 from miles.rollout.groups import GroupSource, collect_groups, sample_of
 from miles.rollout.preflight import rollout_file
 from miles.rollout.reward_calls import RewardFunction
-from miles.rollout.rewards import load_function, score_samples
+from miles.rollout.rewards import score_samples
 from miles.utils.logging_utils import configure_logger
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class RolloutManager:
         config = read_model_config(args.hf_checkpoint)
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self._reward = RewardFunction(args.custom_rm_path, concurrency=args.rm_concurrency, flag="--custom-rm-path")
-        filter_path, flag = args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path"
-        self._keep = None if filter_path is None else load_function(filter_path, flag=flag)
+        filter_path = args.dynamic_sampling_filter_path
+        self._keep = None if filter_path is None else load_filter(filter_path)
         limit = _prompt_limit(args, config, args.rollout_max_response_len, trained=True)
         prompts = self._prompts(args.prompt_data, limit, shuffle=args.rollout_shuffle)
         self._source = GroupSource(prompts, samples_per_prompt=args.n_samples_per_prompt)

@@ -46,6 +46,13 @@ def later_ones_first(sample):
     sample.tokens.append(5)
     return sample.index
 
+async def async_writes(sample):
+    sample.loss_mask[:] = [0] * len(sample.loss_mask)
+    sample.rollout_log_probs[:] = [9.0] * len(sample.rollout_log_probs)
+    sample.tokens.append(5)
+    sample.reward, sample.metadata["nested"] = 3.0, {"list": [1]}
+    return sample.index
+
 async def async_notes(sample):
     sample.metadata["seen"] = sample.index
     return sample.index
@@ -169,6 +176,18 @@ async def test_metadata_of_an_async_function_comes_back(load: Callable[..., Rewa
     samples = make_samples(2)
     await score_samples(samples, load("async_notes"), timeout_s=30)
     assert [sample.metadata for sample in samples] == [{"seen": 10}, {"seen": 11}]
+
+
+async def test_async_function_that_writes_to_its_sample_changes_metadata_and_reward_alone(
+    load: Callable[..., RewardFunction],
+) -> None:
+    samples, untouched = make_samples(2), make_samples(2)
+    for sample in samples + untouched:
+        sample.append_response_tokens([4, 6], log_probs=[-1.0, -2.0])
+    await score_samples(samples, load("async_writes"), timeout_s=30)
+    for sample in untouched:
+        sample.reward, sample.metadata = float(sample.index), {"nested": {"list": [1]}}
+    assert samples == untouched
 
 
 @pytest.mark.parametrize("name", ["backtracks", "slow"])

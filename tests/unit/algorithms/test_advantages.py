@@ -20,7 +20,7 @@ from miles.algorithms.advantages import (
 )
 from miles.algorithms.whitening import whiten
 from miles.config import choices
-from miles.rollout.rewards import load_function
+from miles.rollout.functions import load_function
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 

@@ -62,6 +62,35 @@ def test_own_estimator_from_a_file(tmp_path: Path) -> None:
     assert [row.tolist() for row in advantages] == [[2.0], [6.0, 6.0]]
 
 
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("sys.exit(0)", r"SystemExit: 0 \(line 5 of .*mine\.py\)"),
+        ("raise KeyError('oops')", r"KeyError: 'oops' \(line 5 of"),
+        ("return batch.values_A, a", r"ValueError: the batch has no column values.* \(line 5 of"),
+        ("return a", r"an advantage estimator must return \(advantages, returns\)"),
+        ("return ['x'] * len(a), a", "advantages of the advantage estimator are not numbers: could not convert"),
+        ("return a, [10**400] * len(a)", "returns of the advantage estimator are not numbers"),
+        ("return a, a + 1e300", r"returns of the advantage estimator are not finite at row 0 \(sample 0\)"),
+        ("return a[:1], a", r"advantages of the advantage estimator have shape \(1,\), expected one number for each"),
+    ],
+)
+def test_own_estimator_that_fails_is_named_with_its_line(tmp_path: Path, body: str, what: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import sys\n\ndef mine(batch, options):\n    a = batch.rewards_N[batch.row_A]\n    {body}\n")
+    estimate = Advantages(Args.build(advantage_estimator=f"{file}:mine"))
+    with pytest.raises(ValueError, match=what) as refused:
+        estimate(batch([1.0, 3.0], [[1], [1, 1]]), kl_coef=0.0)
+    assert str(refused.value).startswith(f"--advantage-estimator {file}:mine: ")
+
+
+def test_own_estimator_that_is_async_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("async def mine(batch, options): pass\n")
+    with pytest.raises(ValueError, match=rf"^--advantage-estimator {file}:mine: mine is async"):
+        Advantages(Args.build(advantage_estimator=f"{file}:mine"))
+
+
 def test_own_estimator_that_needs_values_without_a_critic_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

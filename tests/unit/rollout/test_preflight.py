@@ -73,7 +73,7 @@ def test_late_prompt_that_makes_segments_is_refused_by_line_unless_compaction_is
 
 
 def test_prompt_file_without_prompts_refused(args_with: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompt data .*prompts\.jsonl: no prompts"):
+    with pytest.raises(ValueError, match=r"^--prompt-data: .*prompts\.jsonl: no prompts"):
         check_rollout_inputs(args_with([]))
 
 

@@ -1,0 +1,72 @@
+"""Filters of groups: what they answer, and what becomes of one that does not answer."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles.data.sample import Sample
+from miles.rollout.filters import load_filter
+
+
+def group(*rewards: float) -> list[Sample]:
+    members = []
+    for index, reward in enumerate(rewards):
+        sample = Sample(index=index, group_index=7, rollout_id=0, prompt="1", tokens=[1])
+        sample.append_response_tokens([5, 6], log_probs=[-1.0, -2.0])
+        sample.reward = reward
+        members.append(sample)
+    return members
+
+
+@pytest.fixture
+def filter_of(tmp_path: Path) -> Any:
+    def load(body: str, head: str = "def keep(samples):") -> Any:
+        (tmp_path / "mine.py").write_text(f"import sys\nimport numpy\n{head}\n    {body}\n")
+        return load_filter(f"{tmp_path / 'mine.py'}:keep")
+
+    return load
+
+
+def test_filter_that_ships_keeps_groups_whose_rewards_differ() -> None:
+    keep = load_filter("miles.rollout.filters:nonzero_reward_std")
+    assert [keep(group(*rewards)) for rewards in ((0, 1), (1, 1), (0, 0, 0), (0, 0, 1))] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(("body", "answer"), [("return len(samples) == 2", True), ("return numpy.bool_(0)", False)])
+def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str, answer: bool) -> None:
+    assert filter_of(body)(group(0, 1)) is answer
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("pass", r"returned None \(NoneType\), expected True or False"),
+        ("return 1", r"returned 1 \(int\), expected"),
+        ("return (x for x in samples)", r"returned <generator .*> \(generator\)"),
+        ("raise KeyError('oops')", r"KeyError: 'oops' \(line 4 of .*mine\.py\)"),
+        ("sys.exit(0)", r"SystemExit: 0 \(line 4 of"),
+        ("return samples[5].reward", r"IndexError: list index out of range \(line 4"),
+    ],
+)
+def test_filter_that_does_not_answer_is_refused_with_its_group(filter_of: Any, body: str, what: str) -> None:
+    keep = filter_of(body)
+    with pytest.raises(ValueError, match=what) as refused:
+        keep(group(0, 1))
+    start = str(refused.value).partition(": ")[0]
+    assert start.startswith("--dynamic-sampling-filter-path ") and start.endswith(":keep, asked about group 7")
+
+
+def test_filter_that_is_async_is_refused_when_it_is_loaded(filter_of: Any) -> None:
+    with pytest.raises(ValueError, match=r"--dynamic-sampling-filter-path .*: keep is async, a plain function"):
+        filter_of("return False", head="async def keep(samples):")
+
+
+def test_filter_that_writes_to_its_samples_changes_nothing(filter_of: Any) -> None:
+    ours = group(0, 1)
+    assert filter_of(
+        "for one in samples: one.reward = 7; one.loss_mask[:] = [0, 0]; one.metadata['a'] = 1\n    return True"
+    )(ours)
+    assert ours == group(0, 1)
+    assert np.isfinite([one.reward for one in ours]).all()
