@@ -92,6 +92,10 @@ CORRECTIONS: dict[str, frozenset[str]] = {
 CORRECTION_SETTINGS = frozenset().union(*CORRECTIONS.values())
 
 
+LEAST_TEMPERATURE = 1e-6
+"""SGLang takes the likeliest token below it, and gives log-probabilities at temperature 1."""
+
+
 def is_top_k(count: int) -> bool:
     """Whether an engine can sample among the `count` likeliest tokens; -1: among all."""
     return count == -1 or count >= 1

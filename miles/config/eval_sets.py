@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from miles.config.choices import is_top_k
+from miles.config.choices import LEAST_TEMPERATURE, is_top_k
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*):(.+)")
 
@@ -23,6 +23,11 @@ class Sampling:
     max_response_len: int | None
     max_prompts: int | None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every sample of a prompt is the same."""
+        return self.temperature == 0 or self.top_k == 1
+
 
 _READ: dict[str, Callable[[str], Any]] = {
     "temperature": float,
@@ -33,7 +38,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "max_prompts": int,
 }
 _BOUNDS: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda x: 0 <= x < math.inf,
+    "temperature": lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf,
     "top_p": lambda x: 0 < x <= 1,
     "top_k": is_top_k,
     "n_samples": lambda x: x >= 1,

@@ -40,7 +40,7 @@ def parse_faults(entries: Sequence[str]) -> list[Fault]:
     """The faults in the order given.
 
     Raises:
-        ValueError: an entry is malformed, or names a stage or action that is not there.
+        ValueError: an entry is malformed, or names a stage, action or step that is not there.
     """
     faults = []
     for entry in entries:
@@ -54,5 +54,7 @@ def parse_faults(entries: Sequence[str]) -> list[Fault]:
                 )
         if (found["argument"] is not None) != (found["action"] == "sleep"):
             raise ValueError(f"--fault-injection {entry}: sleep, and only sleep, takes seconds: sleep:0.5")
+        if found["stage"] != "eval" and int(found["step"]) == 0:
+            raise ValueError(f"--fault-injection {entry}: steps count from 1; only eval has a step 0")
         faults.append(Fault(found["stage"], int(found["step"]), found["action"], float(found["argument"] or 0)))
     return faults

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_settings import CliVariadicArg
 
-from miles.config.choices import ESTIMATORS, is_hook, is_top_k
+from miles.config.choices import ESTIMATORS, LEAST_TEMPERATURE, is_hook, is_top_k
 from miles.config.recipes import SAO_BANDS
 
 
@@ -47,6 +47,12 @@ def _top_k(count: int) -> int:
     return count
 
 
+def _temperature(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}: below, SGLang is greedy too")
+    return temperature
+
+
 def _without_zero_byte(text: str) -> str:
     if "\0" in text:
         raise ValueError("a zero byte is not accepted here")
@@ -65,6 +71,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 TopK = Annotated[int, AfterValidator(_top_k)]
+Temperature = Annotated[NonNegativeFloat, AfterValidator(_temperature)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(ge=0, lt=1)]
 Sha256 = Annotated[str, AfterValidator(_lower_case_digest)]
@@ -245,7 +252,7 @@ class RolloutGroup(Group):
         "refuse", description="What happens to a file with a prompt beyond the limit: refused, or read without it."
     )
     rollout_max_response_len: Positive | None = Field(None, description="Tokens of a response at most.")
-    rollout_temperature: NonNegativeFloat = Field(1.0, description="Sampling temperature.")
+    rollout_temperature: Temperature = Field(1.0, description="Sampling temperature.")
     rollout_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
     rollout_top_k: TopK = Field(-1, description="Sample among the k likeliest; -1: all.")
     rollout_stop_token_ids: CliVariadicArg[list[NonNegative]] = Field(
@@ -307,7 +314,7 @@ class EvalGroup(Group):
     eval_interval: Positive | None = Field(
         None, description="Evaluate every this many rollouts, and before the first and after the last."
     )
-    eval_temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature in evaluation; 0 is greedy.")
+    eval_temperature: Temperature = Field(0.0, description="Sampling temperature in evaluation; 0 is greedy.")
     n_samples_per_eval_prompt: Positive = Field(1, description="Responses sampled for each held-out prompt.")
     eval_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass in evaluation.")
     eval_top_k: TopK = Field(-1, description="Sample among the k likeliest in evaluation; -1: all.")

@@ -272,6 +272,8 @@ def _online(args: Args) -> Iterator[str]:
     for fault, text in zip(faults, args.fault_injection, strict=True):
         if fault.action == "kill_critic" and not args.has_critic:
             yield f"--fault-injection {text}: the run has no critic"
+        if args.num_rollout is not None and fault.step > args.num_rollout:
+            yield f"--fault-injection {text}: the run ends with step {args.num_rollout} (--num-rollout)"
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} is not divisible by --rollout-num-gpus-per-engine "
@@ -319,8 +321,9 @@ _TRAINING_ALONE = (
 
 
 def _rollout(args: Args) -> Iterator[str]:
-    if args.rollout_temperature == 0 and not args.rollout_only:
-        yield "--rollout-temperature 0 is greedy, which gives nothing to train on: it must be above 0"
+    for field, greedy in (("rollout_temperature", 0), ("rollout_top_k", 1)):
+        if getattr(args, field) == greedy and not args.rollout_only:
+            yield f"{flag_of(field)} {greedy} is greedy, which gives nothing to train on: it must be above {greedy}"
     if args.load_rollouts is not None:
         if not Path(args.load_rollouts).is_dir():
             yield f"--load-rollouts {args.load_rollouts}: no such folder"
@@ -338,9 +341,8 @@ def _rollout(args: Args) -> Iterator[str]:
     if wanted is not None and sampled is not None and sampled < wanted:
         yield f"--over-sampling-batch-size {sampled} is below --rollout-batch-size {wanted}"
     if args.dynamic_sampling_filter_path is None:
-        for field in ("over_sampling_batch_size", "dynamic_sampling_max_replacements"):
-            if args.source_of(field) == "flag":
-                yield f"{flag_of(field)} has no effect without --dynamic-sampling-filter-path"
+        unread = {"over_sampling_batch_size", "dynamic_sampling_max_replacements"}
+        yield from _unread(args, unread, "without --dynamic-sampling-filter-path")
 
 
 def _evaluation(args: Args) -> Iterator[str]:
@@ -664,16 +666,34 @@ def _warnings(args: Args, entry: Entry) -> Iterator[str]:
         yield f"--kl-loss-type {args.kl_loss_type} in the loss {what}: on samples of the policy itself k2 has the KL's"
     if entry == "train" and not args.rollout_only:
         yield from _learning_otherwise(args)
+    if args.lr_decay_style == "constant":
+        yield from _per_role(args, entry, _warm_up_of_role)
     rollouts = 0 if entry == "train_value" or args.rollout_only or args.canary_one_step else args.num_rollout or 0
-    if args.save_interval is None and rollouts > _FEW_ROLLOUTS:
+    if rollouts > _FEW_ROLLOUTS and (args.save_interval is None or args.save_interval > rollouts):
+        every = args.save_interval
+        interval = "without --save-interval" if every is None else f"--save-interval {every}:"
         yield (
-            f"without --save-interval nothing is saved before the last of {rollouts} rollouts: a run that ends before "
-            "it has nothing to resume from"
+            f"{interval} nothing is saved before the last of {rollouts} rollouts: a run that ends before it has "
+            "nothing to resume from"
         )
     if args.bf16 and args.device == "cpu":
         yield "--bf16 on a CPU is two to three times slower than float32"
-    if args.eval_temperature == 0 and args.n_samples_per_eval_prompt > 1:
-        yield "--n-samples-per-eval-prompt above 1 with --eval-temperature 0 repeats the same greedy answer"
+    for one in args.eval_sets() if entry == "train" else ():
+        if one.sampling.greedy and one.sampling.n_samples > 1:
+            yield (
+                f"--eval-prompt-data {one.path}: {one.sampling.n_samples} samples of a prompt repeat the same greedy "
+                "answer (temperature 0, or top_k 1)"
+            )
+
+
+def _warm_up_of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
+    warm_up = args.for_role(role).lr_warmup_iters
+    steps = args.num_rollout if entry == "train_value" else args.optimizer_steps(role)
+    if not args.canary_one_step and steps is not None and steps <= warm_up:
+        yield (
+            f"{flag_of('lr_warmup_iters', role)} {warm_up} is not over within the {steps} optimizer steps of the run, "
+            "which never come to the full learning rate"
+        )
 
 
 def _learning_otherwise(args: Args) -> Iterator[str]:

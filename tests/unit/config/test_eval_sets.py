@@ -51,6 +51,7 @@ def test_path_with_a_colon_that_exists_is_a_path(tmp_path: Path, monkeypatch: py
         (["a:x"], ["a:top_p=2"], "top_p 2 is out of range"),
         (["a:x"], ["a:n_samples=0"], "n_samples 0 is out of range"),
         (["a:x"], ["a:temperature=inf"], "temperature inf is out of range"),
+        (["a:x"], ["a:temperature=1e-7"], "temperature 1e-7 is out of range"),
         (["a:x"], ["a:top_k=0"], "top_k 0 is out of range"),
         (["a:x"], ["a:top_p=0.5,top_p=1"], "top_p is given twice"),
     ],

@@ -45,7 +45,8 @@ def test_roles_keep_the_rates_of_the_recipe(online: dict[str, Any]) -> None:
 
 
 def test_what_the_user_gave_beside_the_recipe_is_named(online: dict[str, Any]) -> None:
-    args = Args.build(**(online | {"n_samples_per_prompt": 1}), sao_online_recipe="reasoning", lr=3e-4, gamma=1.0)
+    long_enough = {"n_samples_per_prompt": 1, "num_rollout": 20, "save_interval": 5}
+    args = Args.build(**(online | long_enough), sao_online_recipe="reasoning", lr=3e-4, gamma=1.0)
     assert args.lr == 1e-6
     assert check(args, entry="train") == ["--sao-online-recipe reasoning sets lr to 1e-06, 0.0003 was given"]
 

@@ -146,6 +146,7 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         "--critic-value-eval-report speaks of the critic in --critic-load, which is not given",
     ),
     ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy, which gives nothing to train on"),
+    ({"rollout_top_k": 1}, "--rollout-top-k 1 is greedy, which gives nothing to train on: it must be above 1"),
     *(
         ({name: None}, f"online training needs --{name.replace('_', '-')}")
         for name in (
@@ -296,6 +297,8 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"fault_injection": ["actor@1"]}, "--fault-injection actor@1: expected STAGE@STEP=ACTION"),
     ({"fault_injection": ["lunch@1=kill_driver"]}, "--fault-injection lunch@1=kill_driver: unknown stage 'lunch'"),
+    ({"fault_injection": ["actor@0=kill_actor"]}, "--fault-injection actor@0=kill_actor: steps count from 1"),
+    ({"fault_injection": ["actor@9=kill_actor"]}, "--fault-injection actor@9=kill_actor: the run ends with step"),
     ({"fault_injection": ["actor@1=dance"]}, "--fault-injection actor@1=dance: unknown action 'dance'"),
     ({"fault_injection": ["actor@1=sleep"]}, "--fault-injection actor@1=sleep: sleep, and only sleep, takes seconds"),
     (
@@ -757,7 +760,8 @@ def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
     args = Args.build(**online, **heldout, bf16=True, device="cpu")
     bf16, greedy = check(args, entry="train")
     assert bf16.startswith("--bf16 on a CPU")
-    assert "--eval-temperature 0" in greedy
+    path = online["prompt_data"]
+    assert greedy.startswith(f"--eval-prompt-data {path}: 4 samples of a prompt repeat the same greedy answer")
 
 
 @pytest.mark.parametrize(
@@ -766,6 +770,7 @@ def test_warnings_are_returned_not_raised(online: dict[str, Any]) -> None:
         ({"num_rollout": 10}, False),
         ({"num_rollout": 11}, True),
         ({"num_rollout": 11, "save_interval": 11}, False),
+        ({"num_rollout": 11, "save_interval": 12}, True),
         ({"num_rollout": 11, "canary_one_step": True}, False),
     ],
 )
@@ -773,7 +778,9 @@ def test_long_run_that_saves_only_at_its_end_is_warned_of(
     online: dict[str, Any], settings: dict[str, Any], warned: bool
 ) -> None:
     lines = check(Args.build(**(online | settings)), entry="train")
-    assert [line.startswith("without --save-interval nothing is saved before the last of 11") for line in lines] == (
+    every = settings.get("save_interval")
+    start = "without --save-interval" if every is None else f"--save-interval {every}:"
+    assert [line.startswith(f"{start} nothing is saved before the last of 11") for line in lines] == (
         [True] if warned else []
     )
 
@@ -876,3 +883,48 @@ def test_layout_of_the_critic_alone_that_the_model_does_not_divide_names_the_cri
     assert problems(settings, "train") == [
         f"critic: {flag} does not divide num_hidden_layers 2 of {hf_folder}/config.json"
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"eval_sampling": ["a:n_samples=4"]}, True),
+        ({"eval_sampling": ["a:n_samples=4,temperature=1.0,top_k=1"]}, True),
+        ({"eval_sampling": ["a:n_samples=4,temperature=1.0"]}, False),
+        ({}, False),
+    ],
+)
+def test_evaluation_set_that_repeats_a_greedy_answer_is_warned_of(
+    online: dict[str, Any], settings: dict[str, Any], warned: bool
+) -> None:
+    heldout = {"eval_prompt_data": [f"a:{online['prompt_data']}"], "eval_interval": 1}
+    lines = check(Args.build(**online, **heldout, **settings), entry="train")
+    assert [line.startswith("--eval-prompt-data") and "the same greedy answer" in line for line in lines] == (
+        [True] * warned
+    )
+
+
+@pytest.mark.parametrize(("warm_up", "warned"), [(3, False), (4, True), (1000, True)])
+def test_constant_rate_whose_warm_up_does_not_end_is_warned_of(
+    online: dict[str, Any], warm_up: int, warned: bool
+) -> None:
+    args = Args.build(**(online | {"num_rollout": 4, "lr_warmup_iters": warm_up}))
+    assert [line.partition(" is not over within the 4 optimizer steps")[0] for line in check(args, entry="train")] == (
+        [f"--lr-warmup-iters {warm_up}"] * warned
+    )
+
+
+@pytest.mark.parametrize("field", ["over_sampling_batch_size", "dynamic_sampling_max_replacements"])
+def test_setting_of_a_filter_out_of_a_file_is_refused_without_one(
+    online: dict[str, Any], tmp_path: Path, field: str
+) -> None:
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"^{flag} has no effect without --dynamic-sampling-filter-path"):
+        check(Args.build(**online, **{field: 8}), entry="train")
+
+
+@pytest.mark.parametrize("field", ["rollout_temperature", "eval_temperature"])
+def test_temperature_that_sglang_takes_for_greedy_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=r"must be 0 \(greedy\) or at least 1e-06"):
+        Args.build(**{field: 1e-7})
+    assert getattr(Args.build(**{field: 1e-6}), field) == 1e-6
