@@ -46,7 +46,7 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
         print(f"rollouts: {args.num_rollout}, kept in {args.run_dir}/rollouts")
         return
     async with OnlineTrainer(args, tracker, state) as trainer:
-        record_start(args, entry="train")
+        record_start(args, entry="train", inputs=trainer.inputs)
         while first < args.num_rollout:
             try:
                 await run(args, trainer, first)

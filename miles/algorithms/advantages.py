@@ -392,9 +392,12 @@ def compute_advantages_and_returns(
 
 def _checked(result: Any, rows: AdvantageBatch, what: str) -> np.ndarray:
     """What an estimator returned, float64 [A]; ValueError unless these are numbers that float32 holds."""
+    if np.iscomplexobj(result):
+        raise ValueError(f"{what} are complex numbers")
     try:
         x_A = np.asarray(result, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # A tensor that requires a gradient is the last kind.
         raise ValueError(f"{what} are not numbers: {error}") from None
     if x_A.shape != rows.row_A.shape:
         raise ValueError(

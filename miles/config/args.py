@@ -300,11 +300,11 @@ class Args(
         )
 
 
-def refuse_unknown_fields(names: Iterable[str]) -> None:
-    """Raise a ValueError for the first name that is no field, with the nearest one that is."""
+def refuse_unknown_fields(names: Iterable[str], *, told_by: str = "") -> None:
+    """Raise a ValueError, which begins with `told_by`, for the first name that is no field, with the nearest one."""
     for name in names:
         if name not in Args.model_fields:
-            raise ValueError(f"unknown setting {name!r}{nearest(name, Args.model_fields)}")
+            raise ValueError(f"{told_by}unknown setting {name!r}{nearest(name, Args.model_fields)}")
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -218,7 +218,7 @@ def _value_head(args: Args, entry: Entry) -> Iterator[str]:
     if args.value_loss_type == "classification" and args.value_num_bins < 2:
         yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
     # A contract in --critic-load states the head, which is compared with what the user states of it.
-    stated_elsewhere = args.critic_load is not None and args.source_of("value_loss_type") == "default"
+    stated_elsewhere = args.critic_load is not None and not args.is_user_set("value_loss_type")
     if "critic" not in roles_of(args, entry) or stated_elsewhere:
         return
     if args.value_loss_type == "mse":
@@ -240,7 +240,7 @@ def _tracking(args: Args) -> Iterator[str]:
 
 
 def _online_rules(args: Args) -> Iterator[str]:
-    for rules in (_online, _rollout, _evaluation, _estimator, _objective, _kl, _sao, _dynamic_global_batch):
+    for rules in (_online, _engines, _rollout, _evaluation, _estimator, _objective, _kl, _sao, _dynamic_global_batch):
         yield from rules(args)
 
 
@@ -298,6 +298,23 @@ def _online(args: Args) -> Iterator[str]:
         )
     if args.canary_one_step and args.save is None:
         yield "--canary-one-step saves once, which needs --save"
+
+
+_OF_AN_ENGINE = {
+    **dict.fromkeys(("model-path", "model"), "--hf-checkpoint"),
+    **dict.fromkeys(("host", "nccl-port"), None),
+    "port": "--sglang-port-base",
+    **dict.fromkeys(("tp-size", "tensor-parallel-size", "tp"), "--rollout-num-gpus-per-engine"),
+}
+"""What miles itself tells an engine and rests on, and the flag that says it."""
+
+
+def _engines(args: Args) -> Iterator[str]:
+    for text in args.sglang_extra_args:
+        name = text.partition("=")[0].lstrip("-").replace("_", "-")
+        if text.startswith("--") and name in _OF_AN_ENGINE:
+            instead = "" if (ours := _OF_AN_ENGINE[name]) is None else f": {ours} says it"
+            yield f"--sglang-extra-args {text}: --{name} is given to each engine by miles{instead}"
 
 
 _SAMPLING_ALONE = (

@@ -215,6 +215,31 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
     return {**body, SEAL_FIELD: sha256_bytes(canonical_json_bytes(body))}
 
 
+def read_sealed(path: Path, *, schema: str, hint: str = "") -> dict[str, Any]:
+    """Return the object that a file holds, whose schema and seal are looked at.
+
+    Args:
+        hint: what the message of another schema ends with.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not the file that was written; the line begins with the path.
+    """
+    try:
+        require_file(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    record = read_json(path)
+    found = record.get("schema") if isinstance(record, dict) else None
+    if found != schema:
+        raise ValueError(f"{path}: schema must be {schema!r}, got {found!r}{hint}")
+    try:
+        check_seal(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return record
+
+
 def check_seal(record: dict[str, Any]) -> None:
     """Raise ValueError unless `record` carries the seal of its own contents."""
     if SEAL_FIELD not in record:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ CPU_DEVICE = "miles_device"
 
 _LOCAL_OBJECT_STORE_BYTES = 200 * 1024**2
 _ANSWER_S = 5.0
+_CLUSTER_ANSWER_S = 30.0
 
 _reaper: subprocess.Popen[bytes] | None = None
 """Outlives this process by seconds and ends what it leaves of a local cluster (see `miles.ray.reaper`)."""
@@ -108,9 +110,9 @@ def check_before_ray_starts(args: Args, *, entry: Entry) -> None:
     """Refuse what cannot work, before Ray spends a minute on it.
 
     Raises:
-        ValueError: the model's config.json and weight files do not fit each other or the backend; nothing listens at
-            RAY_ADDRESS; or no cluster is named, and this machine has no GPU for `--device cuda`, or a port of
-            `--sglang-port-base` is taken.
+        ValueError: the model's config.json and weight files do not fit each other or the backend; RAY_ADDRESS is no
+            address of a cluster, or nothing listens there; or no cluster is named, and this machine has no GPU for
+            `--device cuda`, or a port of `--sglang-port-base` is taken.
     """
     _check_models(args, entry=entry)
     address = os.environ.get("RAY_ADDRESS", "")
@@ -120,9 +122,13 @@ def check_before_ray_starts(args: Args, *, entry: Entry) -> None:
         if entry == "train" and args.load_rollouts is None:
             _check_engine_ports(args)
         return
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or "://" in address:
+    if address == "auto":
         return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        raise ValueError(
+            f"RAY_ADDRESS {address!r}: expected HOST:PORT of a cluster's head, or auto for the one on this machine"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except (OSError, OverflowError) as error:
@@ -158,7 +164,9 @@ def _init(args: Args, *, address: str | None, needed: int) -> None:
     try:
         _start_ray(args, address=address, needed=needed)
     except SystemExit:
-        # Ray's own handler of SIGTERM, which it puts there while it starts.
+        # Ray's own handler of SIGTERM, which it puts there while it starts: ours decides how the program ends.
+        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.raise_signal(signal.SIGTERM)
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -166,7 +174,7 @@ def _init(args: Args, *, address: str | None, needed: int) -> None:
 
 def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
     if address:
-        _show_token_where_asked(address)
+        _meet(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
@@ -180,28 +188,44 @@ def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
         local = {"resources": {CPU_DEVICE: needed}, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
     if args.device == "cpu":
         local["num_gpus"] = 0
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
     global _reaper
+    # First, for a driver may be killed while Ray starts.
     _reaper = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("reaper.py")), str(os.getpid())], stdin=subprocess.PIPE
     )
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
 
 
-def _show_token_where_asked(address: str) -> None:
+def _meet(address: str) -> None:
     """Turn token authentication on for a cluster that wants it, and off nowhere: a cluster without it breaks with it.
 
     `ray start` asks for the machine's token where there is one; ray.init shows it to no address given by name unless
     RAY_AUTH_MODE says so.
+
+    Raises:
+        ConnectionError: what listens at `address` says nothing.
     """
-    if "RAY_AUTH_MODE" in os.environ or address == "auto" or "://" in address:
+    if address == "auto":
         return
-    try:
-        GcsClient(address=address)
-    except AuthenticationError:
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address)
+        except Exception as error:
+            failed.append(error)
+
+    # What listens there without being a cluster is asked for ever, and no signal gets through.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_CLUSTER_ANSWER_S)
+    if asking.is_alive():
+        raise ConnectionError(f"RAY_ADDRESS {address}: what listens there did not answer as a Ray cluster does")
+    if failed and isinstance(failed[0], AuthenticationError) and "RAY_AUTH_MODE" not in os.environ:
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    except Exception as error:
+    elif failed:
         # ray.init will fail as well, and say more.
-        logger.debug("no answer from %s: %s", address, error)
+        logger.debug("no answer from %s: %s", address, failed[0])
 
 
 def disconnect() -> None:

@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 from miles.algorithms.kl import AdaptiveKLController
 from miles.backends.sglang.client import EngineError
 from miles.config import Args
+from miles.contracts.canonical import sealed
 from miles.contracts.chain import describe_checkpoint
 from miles.contracts.publish import publish_json
 from miles.data.batch import select_rows, validate_batch
@@ -29,6 +30,7 @@ from miles.ray.timeline import Timeline
 from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, kl_coef_at, newest_checkpoints, read_train_state
 from miles.ray.weight_sync import WeightSync
 from miles.rollout.engine_pool import LostEngine
+from miles.rollout.inputs import run_inputs
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
 from miles.utils.tracking_utils.tracking import Tracker
 
@@ -57,6 +59,7 @@ class OnlineTrainer:
     def __init__(self, args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
         """`state`: the save to continue from; None for a fresh run."""
         self._seed_args, self._tracker = args, tracker
+        self.inputs = run_inputs(args)
         self._args, self._critic_args = args, args.for_role("critic")
         self._advantages = Advantages(args)
         self._kl = AdaptiveKLController(
@@ -314,20 +317,19 @@ class OnlineTrainer:
         paths = {entry["path"] for entry in new}
         update_run_json(run_dir, checkpoints=[entry for entry in earlier if entry["path"] not in paths] + new)
         await self._fault("save_state", iteration)
-        publish_json(
-            run_dir / STATE_FILE,
-            {
-                "schema": STATE_SCHEMA,
-                "rollout_id": rollout_id,
-                "iteration": iteration,
-                "weight_version": iteration + 1,
-                "kl_coef": self._kl.coef,
-                "settings": self._seed_args.model_dump(mode="json"),
-                "prompts": await self._manager.state_dict.remote(),
-                "actor_checkpoint": new[0],
-                "critic_checkpoint": new[1] if self._critic is not None else None,
-            },
-        )
+        state = {
+            "schema": STATE_SCHEMA,
+            "rollout_id": rollout_id,
+            "iteration": iteration,
+            "weight_version": iteration + 1,
+            "kl_coef": self._kl.coef,
+            "settings": self._seed_args.model_dump(mode="json"),
+            "inputs": self.inputs,
+            "prompts": await self._manager.state_dict.remote(),
+            "actor_checkpoint": new[0],
+            "critic_checkpoint": new[1] if self._critic is not None else None,
+        }
+        publish_json(run_dir / STATE_FILE, sealed(state))
         self._tracker.log(iteration, "time", {"time/save_s": timeline.now()})
         await self._fault("saved", iteration)
 

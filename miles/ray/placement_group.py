@@ -56,13 +56,14 @@ def create_placement(args: Args, devices: dict[str, int]) -> Placement:
     Raises:
         ValueError: the cluster does not have that many devices.
         RuntimeError: others hold them for longer than `placement_timeout_s`.
+        ConnectionError: the cluster ended meanwhile.
     """
     cluster = connect(args, devices=devices)
     total = sum(devices.values())
     group = placement_group([{cluster.resource: 1} for _ in range(total)], strategy="PACK")
     limit_s = math.inf if args.placement_timeout_s is None else args.placement_timeout_s
     waited_since = time.monotonic()
-    while not group.wait(min(_POLL_S, limit_s)):
+    while not _made(group, within_s=min(_POLL_S, limit_s), waiting_for=f"{total} devices ({in_words(devices)})"):
         waited_s = time.monotonic() - waited_since
         free = int(ray.available_resources().get(cluster.resource, 0))
         if waited_s >= limit_s:
@@ -80,6 +81,15 @@ def create_placement(args: Args, devices: dict[str, int]) -> Placement:
         handed_out[purpose] = bundles[start : start + count]
         start += count
     return Placement(cluster=cluster, group=group, bundles=handed_out)
+
+
+def _made(group: PlacementGroup, *, within_s: float, waiting_for: str) -> bool:
+    try:
+        return group.wait(within_s)
+    except Exception as error:
+        # Ray has no class of its own for a group that a cluster's end took along.
+        text = " ".join(str(error).split())
+        raise ConnectionError(f"the Ray cluster ended while {waiting_for} were waited for: {text}") from error
 
 
 def create_value_pretraining_group(args: Args) -> RayTrainGroup:

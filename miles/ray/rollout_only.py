@@ -10,6 +10,7 @@ from miles.ray.placement_group import create_placement
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
+from miles.rollout.inputs import run_inputs
 from miles.rollout.preflight import publish_rollout_state
 from miles.utils.tracking_utils.run_folder import record_start
 from miles.utils.tracking_utils.tracking import Tracker
@@ -29,7 +30,8 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
     await manager.start.remote()
-    record_start(args, entry="train")
+    inputs = run_inputs(args)
+    record_start(args, entry="train", inputs=inputs)
     if state is not None:
         await manager.load_state.remote(state["prompts"])
     replacing = asyncio.ensure_future(_replace_lost(manager, engines))
@@ -43,7 +45,7 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
             # Before the state counts it: lines of rollouts that it does not count are dropped by a resume.
             tracker.log(rollout_id + 1, "rollout", metrics)
             prompts = await manager.state_dict.remote()
-            publish_rollout_state(Path(args.run_dir) / "rollouts", rollout_id, prompts)
+            publish_rollout_state(Path(args.run_dir) / "rollouts", rollout_id, prompts, inputs)
             for line in result["warnings"]:
                 logger.warning("rollout %d: %s", rollout_id, line)
             advance(f"reward {metrics['rollout/reward_mean']:.3f}")

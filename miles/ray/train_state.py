@@ -1,5 +1,6 @@
 """What a save of an online run leaves for a resume. Needs neither Ray nor torch, so a mistake is told at once."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,15 @@ from miles.config import Args
 from miles.config.groups import flag_of
 from miles.config.rules import saved_to
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
-from miles.contracts.canonical import read_json, require_int, sha256_file
+from miles.contracts.canonical import read_sealed, sha256_file
 from miles.contracts.chain import describe_checkpoint, iteration_folder
+from miles.rollout.inputs import refuse_changed_inputs, run_inputs
 from miles.rollout.preflight import refuse_other_prompts
 from miles.utils.tracking_utils.run_folder import read_run_json, refuse_changed_config
 
 STATE_FILE = "train_state.json"
 """Written last of a save: what it names is complete, and a resume starts from it."""
-STATE_SCHEMA = "miles.train-state.v3"
-_STATE_KEYS = frozenset(
-    {"rollout_id", "iteration", "weight_version", "kl_coef", "settings", "prompts", "actor_checkpoint"}
-    | {"critic_checkpoint"}
-)
+STATE_SCHEMA = "miles.train-state.v4"
 
 
 def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
@@ -29,26 +27,10 @@ def read_train_state(run_dir: str | Path) -> dict[str, Any] | None:
         ValueError: the file is not what a save wrote.
     """
     path = Path(run_dir) / STATE_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    state = read_json(path)
-    if not isinstance(state, dict) or state.get("schema") != STATE_SCHEMA:
-        found = state.get("schema") if isinstance(state, dict) else None
-        raise ValueError(
-            f"{path}: schema must be {STATE_SCHEMA!r}, got {found!r}; a run of another version of miles goes on "
-            "with that version: name another --run-dir"
-        )
-    if missing := sorted(_STATE_KEYS - state.keys()):
-        raise ValueError(f"{path}: misses {', '.join(missing)}, which every save writes")
-    require_int(state["rollout_id"], field=f"{path}: rollout_id", minimum=0)
-    require_int(state["iteration"], field=f"{path}: iteration", minimum=1)
-    for name in ("settings", "prompts"):
-        if not isinstance(state[name], dict):
-            raise ValueError(f"{path}: {name} must be an object")
-    for name in ("actor_checkpoint", "critic_checkpoint"):
-        if state[name] is not None and not (isinstance(state[name], dict) and "manifest_sha256" in state[name]):
-            raise ValueError(f"{path}: {name} must be null or an object with a manifest_sha256")
-    return state
+    hint = "; a run of another version of miles goes on with that version: name another --run-dir"
+    return read_sealed(path, schema=STATE_SCHEMA, hint=hint)
 
 
 def resume_state(args: Args) -> dict[str, Any] | None:
@@ -104,10 +86,12 @@ def check_resume(args: Args, state: dict[str, Any]) -> Args:
         The settings that load those checkpoints.
 
     Raises:
-        ValueError: a setting differs from the save's, the prompts are others, or a checkpoint is not the save's.
+        ValueError: a setting or the content of a file differs from the save's, the prompts are others, or a
+            checkpoint is not the save's.
     """
     saved = state["settings"]
     refuse_changed_config(args, saved)
+    refuse_changed_inputs(args, state["inputs"], run_inputs(args))
     if args.load_rollouts is None:
         assert args.run_dir is not None
         refuse_other_prompts(args, state["prompts"], where=Path(args.run_dir) / STATE_FILE)
@@ -134,7 +118,7 @@ def newest_checkpoints(args: Args, state: dict[str, Any]) -> Args:
         folder, entry = iteration_folder(root, state["iteration"]), state[f"{role}_checkpoint"]
         manifest = folder / CHECKPOINT_MANIFEST_NAME
         if entry is None:
-            raise ValueError(f"{STATE_FILE}: the run was saved without a {role}, so it cannot go on with one")
+            raise ValueError(f"{STATE_FILE}: the run was saved without {role}, so it cannot go on with one")
         if not manifest.is_file():
             raise ValueError(f"{folder}: missing, though {STATE_FILE} names iteration {state['iteration']}")
         if sha256_file(manifest) != entry["manifest_sha256"]:

@@ -11,13 +11,14 @@ from miles.config import Args
 from miles.config.choices import is_hook
 from miles.config.groups import flag_of
 from miles.config.hf_folder import has_chat_template, read_model_config
-from miles.contracts.canonical import parse_json, read_json, require_int, sha256_file
+from miles.contracts.canonical import parse_json, read_sealed, sealed, sha256_file
 from miles.contracts.publish import publish_json
 from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
 from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.rollout.functions import load_function
+from miles.rollout.inputs import refuse_changed_inputs, run_inputs
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE_FILE = "state.json"
 """Beside the rollouts of `--rollout-only`: how many are whole, and where the prompts stand after them."""
-_ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v1"
+_ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v2"
 _TOLD_EVERY_S = 10.0
 
 
@@ -83,10 +84,10 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
-def publish_rollout_state(folder: Path, rollout_id: int, prompts: dict[str, Any]) -> None:
-    """Note that the rollouts up to `rollout_id` are whole, and the state of the prompts after it."""
-    state = {"schema": _ROLLOUT_STATE_SCHEMA, "rollout_id": rollout_id, "prompts": prompts}
-    publish_json(folder / ROLLOUT_STATE_FILE, state)
+def publish_rollout_state(folder: Path, rollout_id: int, prompts: dict[str, Any], inputs: dict[str, str]) -> None:
+    """Note that the rollouts up to `rollout_id` are whole, the state of the prompts after it, and `run_inputs`."""
+    state = {"schema": _ROLLOUT_STATE_SCHEMA, "rollout_id": rollout_id, "prompts": prompts, "inputs": inputs}
+    publish_json(folder / ROLLOUT_STATE_FILE, sealed(state))
 
 
 def kept_rollout_state(args: Args) -> dict[str, Any] | None:
@@ -104,14 +105,12 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     if not path.is_file():
         raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
     refuse_changed_config(args)
-    state = read_json(path)
-    if not isinstance(state, dict) or state.get("schema") != _ROLLOUT_STATE_SCHEMA:
-        raise ValueError(f"{path}: schema must be {_ROLLOUT_STATE_SCHEMA!r}; name another --run-dir")
-    kept = require_int(state.get("rollout_id"), field=f"{path}: rollout_id", minimum=0) + 1
-    for rollout_id in range(kept):
+    state = read_sealed(path, schema=_ROLLOUT_STATE_SCHEMA, hint="; name another --run-dir")
+    for rollout_id in range(state["rollout_id"] + 1):
         if not (file := rollout_file(folder, rollout_id)).is_file():
             raise ValueError(f"--resume: {file} is missing, though {path.name} counts it")
-    refuse_other_prompts(args, state.get("prompts"), where=path)
+    refuse_changed_inputs(args, state["inputs"], run_inputs(args))
+    refuse_other_prompts(args, state["prompts"], where=path)
     return state
 
 

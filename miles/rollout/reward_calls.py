@@ -194,15 +194,21 @@ class _LoopThread:
         except TimeoutError:
             await self._leave_if_blocked(loop)
             raise
+        except asyncio.CancelledError:
+            if (ours := asyncio.current_task()) is not None and ours.cancelling():
+                raise
+            # The function's own, as of a scope of its HTTP client: nobody gave the call up.
+            raise FunctionFailed("it was cancelled") from None
 
     async def _score(self, samples: list[Sample]) -> Scored:
-        texts = metadata_texts(samples)
+        texts, given = metadata_texts(samples), list(samples)
         try:
-            value = await self._function(samples if takes_all(self._function) else samples[0])
-        except (SystemExit, KeyboardInterrupt) as error:
+            value = await self._function(given if takes_all(self._function) else given[0])
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             # These would end the loop.
             raise FunctionFailed(describe(error)) from error
-        return rewards_of(value, samples, texts, self._function), [sample.metadata for sample in samples]
+        rewards = rewards_of(value, samples, texts, self._function, given=given)
+        return rewards, [sample.metadata for sample in samples]
 
     async def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
         answered = asyncio.Event()

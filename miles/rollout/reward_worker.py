@@ -55,9 +55,9 @@ def _serve(stream: Any) -> None:
 
 def _answer(function: Function, samples: list[Sample]) -> bytes:
     try:
-        texts = metadata_texts(samples)
-        value = function(samples if takes_all(function) else samples[0])
-        rewards = rewards_of(value, samples, texts, function)
+        texts, given = metadata_texts(samples), list(samples)
+        value = function(given if takes_all(function) else given[0])
+        rewards = rewards_of(value, samples, texts, function, given=given)
         return pickle.dumps(("scored", rewards, [sample.metadata for sample in samples]))
     except BadReward as error:
         return pickle.dumps(("refused", str(error)))

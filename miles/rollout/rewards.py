@@ -132,16 +132,25 @@ def metadata_texts(samples: Sequence[Sample]) -> list[str]:
     return [json.dumps(sample.metadata) for sample in samples]
 
 
-def rewards_of(value: Any, samples: Sequence[Sample], texts: list[str], function: Function) -> list[float]:
+def rewards_of(
+    value: Any, samples: Sequence[Sample], texts: list[str], function: Function, *, given: Sequence[Sample]
+) -> list[float]:
     """The reward of each sample out of what the function returned.
 
     Args:
         texts: `metadata_texts` before the call.
+        given: the list of the samples that the function could change.
 
     Raises:
-        BadReward: no finite numbers, a wrong count, or metadata that cannot be kept as JSON.
+        BadReward: no finite numbers, a wrong count, a list of samples that it changed, or metadata that cannot be kept
+            as JSON.
     """
     name = function_name(function)
+    if [id(sample) for sample in given] != [id(sample) for sample in samples]:
+        raise BadReward(
+            f"reward function {name} changed the list of samples it was given, so nobody knows which reward is whose: "
+            "sort a copy, and return the rewards in the order of the list as it was"
+        )
     if not takes_all(function):
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str):

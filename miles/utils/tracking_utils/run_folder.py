@@ -53,10 +53,13 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     return folder
 
 
-def record_start(args: Args, *, entry: Entry) -> Path:
+def record_start(args: Args, *, entry: Entry, inputs: dict[str, str] | None = None) -> Path:
     """Write resolved config and facts of this start into the run folder; earlier starts stay listed in run.json.
 
     Called when devices, engines and checkpoints are there, so that a start which is refused changes neither.
+
+    Args:
+        inputs: digests of what settings name, by setting.
 
     Returns:
         The run folder.
@@ -71,6 +74,7 @@ def record_start(args: Args, *, entry: Entry) -> Path:
         "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "versions": installed_versions(),
         "code": code_version(),
+        "inputs": inputs or {},
         "time": time.time(),
     }
     publish_bytes(folder / RUN_CONFIG_NAME, text.encode())
@@ -166,7 +170,7 @@ def refuse_changed_config(args: Args, saved: dict[str, Any] | None = None) -> No
             or cannot change at all; or a name there that is no setting.
     """
     assert args.run_dir is not None
-    refuse_unknown_fields(args.allow_config_change)
+    refuse_unknown_fields(args.allow_config_change, told_by="--allow-config-change: ")
     folder = Path(args.run_dir)
     if saved is None and not (folder / RUN_CONFIG_NAME).is_file():
         return

@@ -54,6 +54,18 @@ def test_model_folder_whose_weights_do_not_fit_is_refused_by_flag(
         check_before_ray_starts(args, entry="train")
 
 
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", " ", "127.0.0.1:abc", ":6379", "http://127.0.0.1:8265", "ray://127.0.0.1:10001", "local"]
+)
+def test_ray_address_that_is_none_is_refused_by_name(
+    tiny_hf_model: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    args = Args.build(hf_checkpoint=str(tiny_hf_model), device="cpu")
+    with pytest.raises(ValueError, match=f"^RAY_ADDRESS '{address}': expected HOST:PORT"):
+        check_before_ray_starts(args, entry="train")
+
+
 def test_ray_address_with_a_port_that_cannot_be_is_one_line(
     tiny_hf_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,20 @@ def later_ones_first(sample):
     sample.tokens.append(5)
     return sample.index
 
+def sorts(samples):
+    samples.sort(key=lambda sample: -sample.index)
+    return [sample.index for sample in samples]
+
+async def sorts_async(samples):
+    return sorts(samples)
+
+async def cancels(sample):
+    raise asyncio.CancelledError("scope")
+
+async def cancels_itself(sample):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
 async def async_writes(sample):
     sample.loss_mask[:] = [0] * len(sample.loss_mask)
     sample.rollout_log_probs[:] = [9.0] * len(sample.rollout_log_probs)
@@ -252,6 +266,8 @@ async def test_process_that_dies_is_an_error_that_names_the_sample(
     [
         ("exits", r"exits failed on sample 10: SystemExit: enough"),
         ("exits_async", r"exits_async failed on sample 10: SystemExit: enough"),
+        ("cancels", r"cancels failed on sample 10: it was cancelled"),
+        ("cancels_itself", r"cancels_itself failed on sample 10: it was cancelled"),
         ("stop_iteration", r"stop_iteration failed on sample 10: StopIteration"),
         ("fails", r"fails failed on sample 10: KeyError: 'gold'"),
         ("out_of_time", r"out_of_time took more than 30 s on sample 10"),
@@ -264,6 +280,16 @@ async def test_mistake_inside_the_function_is_one_line(
     with pytest.raises(ValueError, match=line) as caught:
         await score_samples(make_samples(1), load(name), timeout_s=30, on_timeout="stop")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["sorts", "sorts_async"])
+async def test_function_that_sorts_the_list_it_was_given_is_refused(
+    name: str, load: Callable[..., RewardFunction]
+) -> None:
+    samples = make_samples(3)
+    with pytest.raises(ValueError, match=rf":{name} changed the list of samples it was given"):
+        await score_samples(samples, load(name), timeout_s=30)
+    assert [sample.reward for sample in samples] == [None] * 3
 
 
 async def test_workers_are_kept_and_one_that_died_idle_is_replaced(load: Callable[..., RewardFunction]) -> None:

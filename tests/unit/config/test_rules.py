@@ -295,6 +295,15 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
             ("max_restarts", 0),
         )
     ),
+    (
+        {"sglang_extra_args": ["--sleep-on-idle", "--port=30000"]},
+        "--sglang-extra-args --port=30000: --port is given to each engine by miles: --sglang-port-base says it",
+    ),
+    (
+        {"sglang_extra_args": ["--tp", "2"]},
+        "--sglang-extra-args --tp: --tp is given to each engine by miles: --roll",
+    ),
+    ({"sglang_extra_args": ["--host", "::"]}, "--sglang-extra-args --host: --host is given to each engine by miles"),
     ({"fault_injection": ["actor@1"]}, "--fault-injection actor@1: expected STAGE@STEP=ACTION"),
     ({"fault_injection": ["lunch@1=kill_driver"]}, "--fault-injection lunch@1=kill_driver: unknown stage 'lunch'"),
     ({"fault_injection": ["actor@0=kill_actor"]}, "--fault-injection actor@0=kill_actor: steps count from 1"),

@@ -72,6 +72,8 @@ def test_own_estimator_from_a_file(tmp_path: Path) -> None:
         ("return ['x'] * len(a), a", "advantages of the advantage estimator are not numbers: could not convert"),
         ("return a, [10**400] * len(a)", "returns of the advantage estimator are not numbers"),
         ("return a, a + 1e300", r"returns of the advantage estimator are not finite at row 0 \(sample 0\)"),
+        ("return a + 1j, a", "advantages of the advantage estimator are complex numbers"),
+        ("import torch; return a, torch.ones(len(a), requires_grad=True)", "RuntimeError: Can't call numpy"),
         ("return a[:1], a", r"advantages of the advantage estimator have shape \(1,\), expected one number for each"),
     ],
 )

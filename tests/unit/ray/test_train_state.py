@@ -10,6 +10,7 @@ import pytest
 
 from miles.config import Args
 from miles.contracts.artifact import write_checkpoint_manifest
+from miles.contracts.canonical import sealed
 from miles.contracts.chain import describe_checkpoint
 from miles.ray.train_state import (
     STATE_FILE,
@@ -20,6 +21,7 @@ from miles.ray.train_state import (
     read_train_state,
     resume_state,
 )
+from miles.rollout.inputs import run_inputs
 from miles.utils.tracking_utils.run_folder import update_run_json
 
 STATE: dict[str, Any] = {
@@ -29,6 +31,7 @@ STATE: dict[str, Any] = {
     "weight_version": 5,
     "kl_coef": 0.0,
     "settings": {},
+    "inputs": {},
     "prompts": {},
     "actor_checkpoint": None,
     "critic_checkpoint": None,
@@ -85,7 +88,7 @@ def test_resume_from_a_checkpoint_that_is_gone_or_another_runs_is_refused(role: 
 
 def test_resume_with_a_critic_of_a_run_that_had_none_is_refused(tmp_path: Path) -> None:
     args, state = saved_run(tmp_path)
-    with pytest.raises(ValueError, match="saved without a critic, so it cannot go on with one"):
+    with pytest.raises(ValueError, match="saved without critic, so it cannot go on with one"):
         newest_checkpoints(args, state | {"critic_checkpoint": None})
 
 
@@ -179,29 +182,48 @@ def test_kl_coefficient_after_a_resume(
     ("text", "message"),
     [
         ('{"schema": "miles.train', "not valid JSON"),
-        (json.dumps({**STATE, "schema": "miles.train-state.v2"}), "schema must be"),
+        (json.dumps(sealed({**STATE, "schema": "miles.train-state.v3"})), "schema must be"),
         ("[]", "schema must be"),
-        (
-            json.dumps({"schema": STATE_SCHEMA, "rollout_id": 3}),
-            "misses actor_checkpoint, critic_checkpoint",
+        (json.dumps(STATE), "has no seal_sha256"),
+        *(
+            (
+                json.dumps({**sealed(STATE), name: value}),
+                "seal_sha256 does not match the contents",
+            )
+            for name, value in (("rollout_id", 1), ("settings", []), ("prompts", {"offset": 1000}), ("kl_coef", "x"))
         ),
-        (json.dumps({**STATE, "settings": []}), "settings must be an object"),
-        (json.dumps({**STATE, "actor_checkpoint": {}}), "actor_checkpoint must be null or an object with a manifest"),
-        (json.dumps({**STATE, "rollout_id": "3"}), "rollout_id must be an integer, got '3'"),
     ],
 )
 def test_state_file_that_no_save_wrote_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{STATE_FILE}: .*{message}"):
         read_train_state(tmp_path)
+
+
+def test_state_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).mkdir()
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{STATE_FILE}: is a folder, not a file"):
+        read_train_state(tmp_path)
+
+
+def test_resume_with_a_reward_file_of_another_content_is_refused_unless_allowed(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(sample): return 1\n")
+    args, state = saved_run(tmp_path, custom_rm_path=f"{reward}:score")
+    state["inputs"] = run_inputs(args)
+    check_resume(args, state)
+    reward.write_text("def score(sample): return 2\n")
+    with pytest.raises(ValueError, match=r"^--resume: --custom-rm-path .*reward\.py:score has another content"):
+        check_resume(args, state)
+    check_resume(args.replace(source="flag", allow_config_change=["custom_rm_path"]), state)
 
 
 def test_fresh_run_in_the_folder_of_another_and_resume_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no complete save"):
         resume_state(args_of(tmp_path, resume=True))
     assert resume_state(args_of(tmp_path)) is None
-    (tmp_path / STATE_FILE).write_text(json.dumps(STATE))
-    assert resume_state(args_of(tmp_path, resume=True)) == STATE
+    (tmp_path / STATE_FILE).write_text(json.dumps(sealed(STATE)))
+    assert resume_state(args_of(tmp_path, resume=True)) == sealed(STATE)
     with pytest.raises(ValueError, match="holds a run saved after rollout 3; pass --resume"):
         resume_state(args_of(tmp_path))
 

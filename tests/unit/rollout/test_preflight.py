@@ -10,6 +10,7 @@ import pytest
 
 from miles.config import Args
 from miles.data.sample import Sample
+from miles.rollout.inputs import run_inputs
 from miles.rollout.preflight import (
     check_rollout_inputs,
     kept_rollout_state,
@@ -223,14 +224,15 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "1 + 1 ="}\n')
     digest = hashlib.sha256(prompts.read_bytes()).hexdigest()
-    args = began(rollout_only=True, prompt_data=str(prompts))
+    (tmp_path / "reward.py").write_text("def score(sample): return 1\n")
+    args = began(rollout_only=True, prompt_data=str(prompts), custom_rm_path=f"{tmp_path}/reward.py:score")
     resumed = args.replace(source="flag", resume=True)
     assert kept_rollout_state(args) is None
     with pytest.raises(ValueError, match=r"--resume: .* holds no rollout of --rollout-only"):
         kept_rollout_state(resumed)
     for number in (0, 1):
         folder = leave_rollout(args, number)
-        publish_rollout_state(folder, number, {"position": number, "sha256": digest})
+        publish_rollout_state(folder, number, {"position": number, "sha256": digest}, run_inputs(args))
     with pytest.raises(ValueError, match="holds the 2 kept rollouts of an earlier run; pass --resume to go on"):
         check_rollout_inputs(args)
     check_rollout_inputs(resumed)
@@ -238,12 +240,20 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
     assert state is not None
     assert (state["rollout_id"], state["prompts"]["position"]) == (1, 1)
     with pytest.raises(ValueError, match=r"prompts.jsonl is not the file that the run samples from: its SHA-256 is"):
-        publish_rollout_state(folder, 1, {"position": 1, "sha256": "0" * 64})
+        publish_rollout_state(folder, 1, {"position": 1, "sha256": "0" * 64}, run_inputs(args))
         kept_rollout_state(resumed)
     with pytest.raises(ValueError, match=r"state.json: does not say where the prompts stood"):
-        publish_rollout_state(folder, 1, {"position": 1})
+        publish_rollout_state(folder, 1, {"position": 1}, run_inputs(args))
         kept_rollout_state(resumed)
-    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest})
+    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, {"custom_rm_path": "0" * 64})
+    with pytest.raises(ValueError, match=r"--resume: --custom-rm-path .* has another content than when the run began"):
+        kept_rollout_state(resumed)
+    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, run_inputs(args))
+    edited = json.loads((folder / "state.json").read_text()) | {"rollout_id": 0}
+    (folder / "state.json").write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match=r"state.json: seal_sha256 does not match the contents"):
+        kept_rollout_state(resumed)
+    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, run_inputs(args))
     with pytest.raises(ValueError, match="--resume: seed is 5"):
         kept_rollout_state(resumed.replace(source="flag", seed=5))
     (folder / "rollout_000000.jsonl").unlink()
@@ -251,7 +261,7 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
         kept_rollout_state(resumed)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "miles.rollout-state.v0"}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "miles.rollout-state.v1"}'])
 def test_rollout_state_that_nobody_wrote_refused(text: str, began: Callable[..., Args]) -> None:
     args = began(rollout_only=True, resume=True)
     (leave_rollout(args) / "state.json").write_text(text)

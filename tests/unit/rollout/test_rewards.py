@@ -21,11 +21,11 @@ class Here:
         self.function, self.name, self.takes_all = function, function_name(function), takes_all(function)
 
     async def __call__(self, samples, timeout_s):
-        texts = metadata_texts(samples)
-        value = self.function(samples if self.takes_all else samples[0])
+        texts, given = metadata_texts(samples), list(samples)
+        value = self.function(given if self.takes_all else given[0])
         if inspect.isawaitable(value):
             value = await asyncio.wait_for(value, timeout_s)
-        return rewards_of(value, samples, texts, self.function)
+        return rewards_of(value, samples, texts, self.function, given=given)
 
 
 def score(samples, function, **settings):
