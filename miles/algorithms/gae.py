@@ -58,18 +58,20 @@ def discounted_row_sums(x_A: np.ndarray, *, counts_N: np.ndarray, decay: float |
         decay: one number, or one per row [N].
     """
     decay_N = np.broadcast_to(np.asarray(decay, dtype=np.float64), counts_N.shape)
-    start_N = np.cumsum(counts_N) - counts_N
+    end_N = np.cumsum(counts_N)
     one_decay = np.ndim(decay) == 0
     y_A = np.empty(len(x_A), dtype=np.float64)
     for rows in _groups(counts_N):
-        spans = [slice(start_N[row], start_N[row] + counts_N[row]) for row in rows]
+        # Lists: numbers of NumPy's are slow to slice with, one by one.
+        spans = list(zip((end_N - counts_N)[rows].tolist(), end_N[rows].tolist(), strict=True))
         width = -(-int(counts_N[rows[-1]]) // _CHUNK) * _CHUNK
         x_RL = np.zeros((len(rows), width), dtype=np.float64)
-        for x_L, span in zip(x_RL, spans, strict=True):
-            x_L[: span.stop - span.start] = x_A[span]
+        for x_L, (start, end) in zip(x_RL, spans, strict=True):
+            x_L[: end - start] = x_A[start:end]
         decay_R = float(decay_N[rows[0]]) if one_decay else torch.from_numpy(decay_N[rows])
-        for y_L, span in zip(discounted_sums(torch.from_numpy(x_RL), decay=decay_R).numpy(), spans, strict=True):
-            y_A[span] = y_L[: span.stop - span.start]
+        y_RL = discounted_sums(torch.from_numpy(x_RL), decay=decay_R).numpy()
+        for y_L, (start, end) in zip(y_RL, spans, strict=True):
+            y_A[start:end] = y_L[: end - start]
     return y_A
 
 
