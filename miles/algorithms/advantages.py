@@ -238,7 +238,9 @@ class AdvantageBatch:
         """Per row a float32 array of response_length numbers, 0 outside the mask."""
         flat = np.zeros(int(self.lengths_N.sum()), dtype=np.float32)
         flat[self._place_A] = x_A
-        return np.split(flat, np.cumsum(self.lengths_N)[:-1]) if self.num_rows else []
+        ends = np.cumsum(self.lengths_N).tolist()
+        # np.split takes four times as long for thousands of rows.
+        return [flat[end - length : end] for end, length in zip(ends, self.lengths_N.tolist(), strict=True)]
 
 
 class GroupedRewards:
