@@ -197,13 +197,13 @@ def explained_variance_from_stats(stats: Mapping[str, float | Tensor]) -> float 
     return 1.0 - residual_variance / target_variance
 
 
-def explained_variance(*, values: Tensor, returns: Tensor, loss_mask: Tensor) -> float | None:
+def explained_variance(*, values: Tensor, returns: Tensor, loss_mask: Tensor | None = None) -> float | None:
     """1 - Var(return - value) / Var(return) over the masked-in tokens, two-pass in float64; None where undefined.
 
-    Free of the cancellation that sums of squares suffer when the mean is far from zero: prefer it wherever all values
-    are in one place.
+    Without a mask every token counts. Free of the cancellation that sums of squares suffer when the mean is far from
+    zero: prefer it wherever all values are in one place.
     """
-    active = loss_mask.bool()
+    active = ... if loss_mask is None else loss_mask.bool()
     returns_A = returns.detach()[active].double()
     if len(returns_A) < 2:
         return None

@@ -84,11 +84,7 @@ class Advantages:
         """
         rows = AdvantageBatch(batch, kl_coef=kl_coef)
         returns_A = rows.monte_carlo(rows.rewards_N, self._args.gamma).astype(np.float32)
-        return explained_variance(
-            values=torch.as_tensor(rows.values_A),
-            returns=torch.as_tensor(returns_A),
-            loss_mask=torch.ones(len(returns_A)),
-        )
+        return explained_variance(values=torch.as_tensor(rows.values_A), returns=torch.as_tensor(returns_A))
 
     def penalty(self, batch: dict[str, Any]) -> list[np.ndarray]:
         """KL of the old policy to the reference at each token, float32 [response_length] a row, 0 outside the mask."""
