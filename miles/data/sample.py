@@ -154,6 +154,10 @@ def _check_type(name: str, value: Any, *, sample: str) -> None:
         kinds = " or ".join(sorted("null" if kind is type(None) else kind.__name__ for kind in known))
         others = ", ".join(sorted(kind.__name__ for kind in found - allowed))
         raise ValueError(f"{sample}: {name} must be {entries}{kinds}, got {others}")
+    if allowed is not None and int in found:
+        for number in (min(value), max(value)) if name in _LISTS else (value,):
+            if type(number) is int and not -(2**63) <= number < 2**63:
+                raise ValueError(f"{sample}: {name} has an integer of more than 64 bits")
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -8,10 +8,13 @@ import os
 import select
 import signal
 import sys
+import time
 
 import psutil
 
 _LOOK_EVERY_S = 2.0
+_STARTING_S, _LOOK_AT_START_EVERY_S = 30.0, 0.25
+"""While Ray starts, a process that is not seen at once may have lost its parent, and then is nobody's."""
 _GRACE_S = 5.0
 """What a proper end takes; only a driver that could not end properly leaves processes longer."""
 
@@ -21,7 +24,10 @@ def watch(driver_pid: int) -> None:
     seen: set[psutil.Process] = set()
     try:
         driver = psutil.Process(driver_pid)
-        while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+        began, every_s = time.monotonic(), _LOOK_AT_START_EVERY_S
+        while not select.select([sys.stdin], [], [], every_s)[0]:
+            if time.monotonic() - began > _STARTING_S:
+                every_s = _LOOK_EVERY_S
             seen = {process for process in seen if process.is_running()} | set(driver.children(recursive=True))
     except psutil.NoSuchProcess:
         pass

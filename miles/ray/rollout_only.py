@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import Args
+from miles.contracts.canonical import sha256_file
 from miles.ray.placement_group import create_placement
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
 from miles.rollout.inputs import run_inputs
-from miles.rollout.preflight import publish_rollout_state
+from miles.rollout.preflight import publish_rollout_state, rollout_file
 from miles.utils.tracking_utils.run_folder import record_start
 from miles.utils.tracking_utils.tracking import Tracker
 
@@ -25,7 +26,8 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
         state: where the prompts stand after those that are kept already (`kept_rollout_state`); None keeps none.
     """
     assert args.num_rollout is not None and args.run_dir is not None
-    first = 0 if state is None else state["rollout_id"] + 1
+    digests: list[str] = [] if state is None else list(state["rollouts"])
+    first, folder = len(digests), Path(args.run_dir) / "rollouts"
     placement = create_placement(args, {"rollout": args.rollout_num_gpus})
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
@@ -45,7 +47,8 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
             # Before the state counts it: lines of rollouts that it does not count are dropped by a resume.
             tracker.log(rollout_id + 1, "rollout", metrics)
             prompts = await manager.state_dict.remote()
-            publish_rollout_state(Path(args.run_dir) / "rollouts", rollout_id, prompts, inputs)
+            digests.append(sha256_file(rollout_file(folder, rollout_id)))
+            publish_rollout_state(folder, rollouts=digests, prompts=prompts, inputs=inputs)
             for line in result["warnings"]:
                 logger.warning("rollout %d: %s", rollout_id, line)
             advance(f"reward {metrics['rollout/reward_mean']:.3f}")

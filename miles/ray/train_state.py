@@ -93,8 +93,7 @@ def check_resume(args: Args, state: dict[str, Any]) -> Args:
     refuse_changed_config(args, saved)
     refuse_changed_inputs(args, state["inputs"], run_inputs(args))
     if args.load_rollouts is None:
-        assert args.run_dir is not None
-        refuse_other_prompts(args, state["prompts"], where=Path(args.run_dir) / STATE_FILE)
+        refuse_other_prompts(args, state["prompts"])
         if state["prompts"]["leftover"] and args.n_samples_per_prompt != saved["n_samples_per_prompt"]:
             raise ValueError(
                 f"--resume: the save holds sampled groups of {saved['n_samples_per_prompt']}, --n-samples-per-prompt "

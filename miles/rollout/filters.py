@@ -1,7 +1,8 @@
 """Filters for `--dynamic-sampling-filter-path`: whether the samples of one prompt are worth training on."""
 
+import asyncio
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -16,20 +17,24 @@ def nonzero_reward_std(samples: Sequence[Sample]) -> bool:
     return len({sample.reward for sample in samples}) > 1
 
 
-def load_filter(path: str) -> Callable[[list[Sample]], bool]:
-    """The filter at `path`. It is asked about copies, so that it decides and changes nothing.
+def load_filter(path: str, *, timeout_s: float) -> Callable[[list[Sample]], Awaitable[bool]]:
+    """The filter at `path`. It is asked about copies, in a thread, so that it decides and changes or holds up nothing.
 
     Raises:
-        ValueError: nothing can be loaded from there; later, when it is called, that it raised or did not return a
-            bool, naming the group.
+        ValueError: nothing can be loaded from there; later, when it is awaited, that it raised, took longer than
+            `timeout_s` or did not return a bool, naming the group.
     """
     function = load_function(path, flag=FLAG, arguments=1, awaited=False)
 
-    def keep(group: list[Sample]) -> bool:
+    async def keep(group: list[Sample]) -> bool:
         asked = f"{FLAG} {path}, asked about group {group[0].group_index}"
+        answering = asyncio.to_thread(function, pickle.loads(pickle.dumps(group)))
         try:
-            answer = function(pickle.loads(pickle.dumps(group)))
+            async with asyncio.timeout(timeout_s) as limit:
+                answer = await answering
         except (Exception, SystemExit) as error:
+            if limit.expired():
+                raise ValueError(f"{asked}: no answer within --rm-timeout-s {timeout_s:g}") from None
             raise ValueError(f"{asked}: {describe_in(error, function)}") from error
         if not isinstance(answer, bool | np.bool_):
             raise ValueError(f"{asked}: returned {answer!r} ({type(answer).__name__}), expected True or False")

@@ -98,7 +98,7 @@ async def collect_groups(
     rollout_id: int,
     wanted: int,
     at_first: int,
-    keep: Callable[[Group], bool] | None = None,
+    keep: Callable[[Group], Awaitable[bool]] | None = None,
     max_replacements: int = 0,
 ) -> Collected:
     """Sample groups until `wanted` of them are kept.
@@ -123,7 +123,7 @@ async def collect_groups(
         num_sampled += len(groups)
         for group in groups:
             scored = all(member.status is not SampleStatus.FAILED for member in group)
-            (kept if keep is None or (scored and keep(group)) else filtered).append(group)
+            (kept if keep is None or (scored and await keep(group)) else filtered).append(group)
         ask = max(0, min(wanted - len(kept), max_replacements - replaced))
         replaced += ask
     missing = max(0, wanted - len(kept))

@@ -25,7 +25,7 @@ from miles.utils.tracking_utils.tracking import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE_FILE = "state.json"
-"""Beside the rollouts of `--rollout-only`: how many are whole, and where the prompts stand after them."""
+"""Beside the rollouts of `--rollout-only`: the digests of those that are whole, and where the prompts stand after."""
 _ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v2"
 _TOLD_EVERY_S = 10.0
 
@@ -84,18 +84,26 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
-def publish_rollout_state(folder: Path, rollout_id: int, prompts: dict[str, Any], inputs: dict[str, str]) -> None:
-    """Note that the rollouts up to `rollout_id` are whole, the state of the prompts after it, and `run_inputs`."""
-    state = {"schema": _ROLLOUT_STATE_SCHEMA, "rollout_id": rollout_id, "prompts": prompts, "inputs": inputs}
-    publish_json(folder / ROLLOUT_STATE_FILE, sealed(state))
+def publish_rollout_state(
+    folder: Path, *, rollouts: list[str], prompts: dict[str, Any], inputs: dict[str, str]
+) -> None:
+    """Note the rollouts that are whole.
+
+    Args:
+        rollouts: SHA-256 of each file, from the first on.
+        prompts: the state of the prompts after the last of them.
+        inputs: `run_inputs`.
+    """
+    held = {"rollout_id": len(rollouts) - 1, "rollouts": rollouts, "prompts": prompts, "inputs": inputs}
+    publish_json(folder / ROLLOUT_STATE_FILE, sealed({"schema": _ROLLOUT_STATE_SCHEMA, **held}))
 
 
 def kept_rollout_state(args: Args) -> dict[str, Any] | None:
-    """Where `--rollout-only --resume` goes on: "rollout_id" of the last whole rollout, "prompts"; None from the start.
+    """Where `--rollout-only --resume` goes on, as `publish_rollout_state` has it; None from the start.
 
     Raises:
-        ValueError: nothing is kept to go on from, one of the rollouts is gone, or a setting differs from what the run
-            began with.
+        ValueError: nothing is kept to go on from, one of the rollouts is gone or another, or a setting differs from
+            what the run began with.
     """
     if not args.resume:
         return None
@@ -105,25 +113,33 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     if not path.is_file():
         raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
     refuse_changed_config(args)
-    state = read_sealed(path, schema=_ROLLOUT_STATE_SCHEMA, hint="; name another --run-dir")
-    for rollout_id in range(state["rollout_id"] + 1):
-        if not (file := rollout_file(folder, rollout_id)).is_file():
+    state = _read_rollout_state(path)
+    for rollout_id, digest in enumerate(state["rollouts"]):
+        file = rollout_file(folder, rollout_id)
+        if not file.is_file():
             raise ValueError(f"--resume: {file} is missing, though {path.name} counts it")
+        _refuse_other_rollout(file, digest)
     refuse_changed_inputs(args, state["inputs"], run_inputs(args))
-    refuse_other_prompts(args, state["prompts"], where=path)
+    refuse_other_prompts(args, state["prompts"])
     return state
 
 
-def refuse_other_prompts(args: Args, prompts: Any, *, where: Path) -> None:
-    """Raise ValueError unless a saved state of the prompts, out of the file `where`, is of `--prompt-data`."""
-    sampled = prompts.get("sha256") if isinstance(prompts, dict) else None
-    if sampled is None:
-        raise ValueError(f"{where}: does not say where the prompts stood; name another --run-dir")
+def _read_rollout_state(path: Path) -> dict[str, Any]:
+    return read_sealed(path, schema=_ROLLOUT_STATE_SCHEMA, hint="; name another --run-dir")
+
+
+def _refuse_other_rollout(file: Path, digest: str) -> None:
+    if sha256_file(file) != digest:
+        raise ValueError(f"{file}: is not what was kept there: its SHA-256 is not {digest} of {ROLLOUT_STATE_FILE}")
+
+
+def refuse_other_prompts(args: Args, prompts: dict[str, Any]) -> None:
+    """Raise ValueError unless a saved state of the prompts is of `--prompt-data`."""
     assert args.prompt_data is not None
-    if sha256_file(args.prompt_data) != sampled:
+    if sha256_file(args.prompt_data) != prompts["sha256"]:
         raise ValueError(
             f"--resume: --prompt-data {args.prompt_data} is not the file that the run samples from: its SHA-256 is "
-            f"not {sampled}"
+            f"not {prompts['sha256']}"
         )
 
 
@@ -172,11 +188,16 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
     model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
+    # Of rollouts that a run of both kept while it trained nothing is known.
+    state = folder / ROLLOUT_STATE_FILE
+    digests = dict(enumerate(_read_rollout_state(state)["rollouts"])) if state.is_file() else {}
     told = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - told > _TOLD_EVERY_S:
             told = time.monotonic()
             logger.info("looking at the kept rollouts: %d of %d", number, len(files))
+        if number in digests:
+            _refuse_other_rollout(file, digests[number])
         _check_kept_rollout(args, file, model)
 
 

@@ -73,7 +73,7 @@ class RolloutManager:
         self._tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
         self._reward = RewardFunction(args.custom_rm_path, concurrency=args.rm_concurrency, flag="--custom-rm-path")
         filter_path = args.dynamic_sampling_filter_path
-        self._keep = None if filter_path is None else load_filter(filter_path)
+        self._keep = None if filter_path is None else load_filter(filter_path, timeout_s=args.rm_timeout_s)
         limit = _prompt_limit(args, config, args.rollout_max_response_len, trained=True)
         prompts = self._prompts(args.prompt_data, limit, shuffle=args.rollout_shuffle)
         self._source = GroupSource(prompts, samples_per_prompt=args.n_samples_per_prompt)

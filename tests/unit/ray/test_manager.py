@@ -145,9 +145,13 @@ def make_manager(tmp_path: Path) -> Any:
     return make
 
 
+async def differ(group: list[Sample]) -> bool:
+    return nonzero_reward_std(group)
+
+
 async def test_late_rewards_of_filtered_groups_are_counted_and_named(make_manager: Any) -> None:
     settings = {"over_sampling_batch_size": 2, "dynamic_sampling_max_replacements": 8}
-    rollout = await make_manager({1, 2}, nonzero_reward_std, **settings).generate(0)
+    rollout = await make_manager({1, 2}, differ, **settings).generate(0)
     assert rollout["batch"]["sample_indices"] == [4, 5, 6, 7]
     assert (rollout["metrics"]["rollout/unscored"], rollout["metrics"]["rollout/unscored_replaced"]) == (0, 2)
     assert rollout["warnings"][1:] == [f"judge late on sample {n}; not trained on" for n in (1, 2)]

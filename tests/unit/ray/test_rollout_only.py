@@ -32,6 +32,10 @@ def _logging_as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
+async def differ(group: list[Sample]) -> bool:
+    return nonzero_reward_std(group)
+
+
 class Characters:
     """A tokenizer of character codes."""
 
@@ -51,7 +55,7 @@ class EnginelessManager(RolloutManager):
     async def start(self) -> list[str]:
         assert self._args.prompt_data is not None
         prompts = PromptSource(self._args.prompt_data, tokenizer=Characters(), shuffle=True, seed=3)
-        self._source, self._keep = GroupSource(prompts, samples_per_prompt=2), nonzero_reward_std
+        self._source, self._keep = GroupSource(prompts, samples_per_prompt=2), differ
         self._pool: Any = SimpleNamespace(busy_seconds=lambda: [0.0], engines=[])
         self._done = -1
         return []

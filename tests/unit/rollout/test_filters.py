@@ -24,19 +24,20 @@ def group(*rewards: float) -> list[Sample]:
 def filter_of(tmp_path: Path) -> Any:
     def load(body: str, head: str = "def keep(samples):") -> Any:
         (tmp_path / "mine.py").write_text(f"import sys\nimport numpy\n{head}\n    {body}\n")
-        return load_filter(f"{tmp_path / 'mine.py'}:keep")
+        return load_filter(f"{tmp_path / 'mine.py'}:keep", timeout_s=1.0)
 
     return load
 
 
-def test_filter_that_ships_keeps_groups_whose_rewards_differ() -> None:
-    keep = load_filter("miles.rollout.filters:nonzero_reward_std")
-    assert [keep(group(*rewards)) for rewards in ((0, 1), (1, 1), (0, 0, 0), (0, 0, 1))] == [True, False, False, True]
+async def test_filter_that_ships_keeps_groups_whose_rewards_differ() -> None:
+    keep = load_filter("miles.rollout.filters:nonzero_reward_std", timeout_s=60.0)
+    for rewards, kept in (((0, 1), True), ((1, 1), False), ((0, 0, 0), False), ((0, 0, 1), True)):
+        assert await keep(group(*rewards)) is kept
 
 
 @pytest.mark.parametrize(("body", "answer"), [("return len(samples) == 2", True), ("return numpy.bool_(0)", False)])
-def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str, answer: bool) -> None:
-    assert filter_of(body)(group(0, 1)) is answer
+async def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str, answer: bool) -> None:
+    assert await filter_of(body)(group(0, 1)) is answer
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,15 @@ def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str, answ
         ("return (x for x in samples)", r"returned <generator .*> \(generator\)"),
         ("raise KeyError('oops')", r"KeyError: 'oops' \(line 4 of .*mine\.py\)"),
         ("sys.exit(0)", r"SystemExit: 0 \(line 4 of"),
+        ("import time; time.sleep(3)", r"no answer within --rm-timeout-s 1$"),
+        ("raise TimeoutError('mine')", "TimeoutError: mine"),
         ("return samples[5].reward", r"IndexError: list index out of range \(line 4"),
     ],
 )
-def test_filter_that_does_not_answer_is_refused_with_its_group(filter_of: Any, body: str, what: str) -> None:
+async def test_filter_that_does_not_answer_is_refused_with_its_group(filter_of: Any, body: str, what: str) -> None:
     keep = filter_of(body)
     with pytest.raises(ValueError, match=what) as refused:
-        keep(group(0, 1))
+        await keep(group(0, 1))
     start = str(refused.value).partition(": ")[0]
     assert start.startswith("--dynamic-sampling-filter-path ") and start.endswith(":keep, asked about group 7")
 
@@ -63,9 +66,9 @@ def test_filter_that_is_async_is_refused_when_it_is_loaded(filter_of: Any) -> No
         filter_of("return False", head="async def keep(samples):")
 
 
-def test_filter_that_writes_to_its_samples_changes_nothing(filter_of: Any) -> None:
+async def test_filter_that_writes_to_its_samples_changes_nothing(filter_of: Any) -> None:
     ours = group(0, 1)
-    assert filter_of(
+    assert await filter_of(
         "for one in samples: one.reward = 7; one.loss_mask[:] = [0, 0]; one.metadata['a'] = 1\n    return True"
     )(ours)
     assert ours == group(0, 1)

@@ -14,6 +14,18 @@ from miles.rollout.filters import nonzero_reward_std
 from miles.rollout.groups import GroupSource, collect_groups
 
 
+async def differ(group: list[Sample]) -> bool:
+    return nonzero_reward_std(group)
+
+
+async def no_group(group: list[Sample]) -> bool:
+    return False
+
+
+async def every_group(group: list[Sample]) -> bool:
+    return True
+
+
 class Characters:
     """A tokenizer of character codes."""
 
@@ -60,24 +72,20 @@ async def test_without_a_filter_prompts_come_in_order_and_numbers_run_on(prompts
 
 async def test_equal_rewards_are_replaced_and_surplus_groups_come_first_next_time(prompts: Path) -> None:
     one = source(prompts)
-    result = await collect_groups(
-        one, score, rollout_id=0, wanted=2, at_first=6, keep=nonzero_reward_std, max_replacements=8
-    )
+    result = await collect_groups(one, score, rollout_id=0, wanted=2, at_first=6, keep=differ, max_replacements=8)
     assert all(int(prompt) % 3 for prompt in trained(result.groups))
     assert result.num_sampled == 6
     assert result.num_filtered + result.num_left_over + 2 == 6
     leftover = one.take_leftover(9)
     one.put_back(leftover)
     assert len(leftover) == result.num_left_over > 0
-    after = await collect_groups(
-        one, score, rollout_id=1, wanted=2, at_first=2, keep=nonzero_reward_std, max_replacements=8
-    )
+    after = await collect_groups(one, score, rollout_id=1, wanted=2, at_first=2, keep=differ, max_replacements=8)
     assert trained(after.groups)[: len(leftover)] == trained(leftover)[:2]
 
 
 async def test_filter_that_keeps_nothing_ends_after_the_bound_and_fills_up(prompts: Path) -> None:
     result = await collect_groups(
-        source(prompts), score, rollout_id=0, wanted=2, at_first=2, keep=lambda group: False, max_replacements=3
+        source(prompts), score, rollout_id=0, wanted=2, at_first=2, keep=no_group, max_replacements=3
     )
     assert result.num_sampled == 2 + 3
     assert [group[0].group_index for group in result.groups] == [0, 1]
@@ -97,7 +105,7 @@ async def test_group_with_an_unscored_sample_is_replaced_where_there_is_a_filter
         rollout_id=0,
         wanted=2,
         at_first=2,
-        keep=lambda group: True,
+        keep=every_group,
         max_replacements=4,
     )
     assert [group[0].group_index for group in result.groups] == [1, 2]
@@ -119,7 +127,7 @@ async def test_restart_at_any_rollout_trains_the_same_groups(
                 rollout_id=rollout_id,
                 wanted=wanted,
                 at_first=wanted + surplus,
-                keep=nonzero_reward_std,
+                keep=differ,
                 max_replacements=6,
             )
             found.append([sample.index for group in result.groups for sample in group])

@@ -230,33 +230,46 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
     assert kept_rollout_state(args) is None
     with pytest.raises(ValueError, match=r"--resume: .* holds no rollout of --rollout-only"):
         kept_rollout_state(resumed)
-    for number in (0, 1):
-        folder = leave_rollout(args, number)
-        publish_rollout_state(folder, number, {"position": number, "sha256": digest}, run_inputs(args))
+    folder = leave_rollout(args, 0)
+    leave_rollout(args, 1)
+    (folder / "rollout_000001.jsonl").write_text(json.dumps(kept_row()) + "\n")
+    digests = [hashlib.sha256((folder / f"rollout_00000{number}.jsonl").read_bytes()).hexdigest() for number in (0, 1)]
+
+    def publish(**changes: Any) -> None:
+        held = {"rollouts": digests, "prompts": {"position": 1, "sha256": digest}, "inputs": run_inputs(args)}
+        publish_rollout_state(folder, **(held | changes))
+
+    publish()
     with pytest.raises(ValueError, match="holds the 2 kept rollouts of an earlier run; pass --resume to go on"):
         check_rollout_inputs(args)
     check_rollout_inputs(resumed)
     state = kept_rollout_state(resumed)
     assert state is not None
     assert (state["rollout_id"], state["prompts"]["position"]) == (1, 1)
+    publish(prompts={"position": 1, "sha256": "0" * 64})
     with pytest.raises(ValueError, match=r"prompts.jsonl is not the file that the run samples from: its SHA-256 is"):
-        publish_rollout_state(folder, 1, {"position": 1, "sha256": "0" * 64}, run_inputs(args))
         kept_rollout_state(resumed)
-    with pytest.raises(ValueError, match=r"state.json: does not say where the prompts stood"):
-        publish_rollout_state(folder, 1, {"position": 1}, run_inputs(args))
-        kept_rollout_state(resumed)
-    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, {"custom_rm_path": "0" * 64})
+    publish(inputs={"custom_rm_path": "0" * 64})
     with pytest.raises(ValueError, match=r"--resume: --custom-rm-path .* has another content than when the run began"):
         kept_rollout_state(resumed)
-    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, run_inputs(args))
-    edited = json.loads((folder / "state.json").read_text()) | {"rollout_id": 0}
-    (folder / "state.json").write_text(json.dumps(edited))
+    publish()
+    (folder / "state.json").write_text(json.dumps(json.loads((folder / "state.json").read_text()) | {"rollout_id": 0}))
     with pytest.raises(ValueError, match=r"state.json: seal_sha256 does not match the contents"):
         kept_rollout_state(resumed)
-    publish_rollout_state(folder, 1, {"position": 1, "sha256": digest}, run_inputs(args))
+    publish()
     with pytest.raises(ValueError, match="--resume: seed is 5"):
         kept_rollout_state(resumed.replace(source="flag", seed=5))
-    (folder / "rollout_000000.jsonl").unlink()
+    first, second = (folder / f"rollout_00000{number}.jsonl" for number in (0, 1))
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    replayed = {"load_rollouts": str(folder), "num_rollout": 2, "run_dir": str(tmp_path / "replay")}
+    with pytest.raises(ValueError, match=r"rollout_000000.jsonl: is not what was kept there: its SHA-256 is not"):
+        check_rollout_inputs(Args.build(**replayed))
+    with pytest.raises(ValueError, match=r"rollout_000000.jsonl: is not what was kept there: its SHA-256 is not"):
+        kept_rollout_state(resumed)
+    first.write_bytes(kept)
+    assert kept_rollout_state(resumed) is not None
+    first.unlink()
     with pytest.raises(ValueError, match=r"rollout_000000.jsonl is missing, though state.json counts it"):
         kept_rollout_state(resumed)
 
