@@ -262,7 +262,7 @@ class RolloutGroup(Group):
     rm_timeout_s: PositiveFloat = Field(
         60.0,
         description="Seconds the reward of one sample may take; a function of all samples has as many for every "
-        "--rm-concurrency of them.",
+        "--rm-concurrency of them. A filter has them for each group.",
     )
     rm_concurrency: Positive = Field(
         64,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miles.config import Args
+from miles.config.files import config_yaml, read_config_file
 from miles.data.sample import Sample
 from miles.rollout.inputs import run_inputs
 from miles.rollout.preflight import (
@@ -38,6 +39,15 @@ def test_label_key_that_no_row_has_refused_by_flag(args_with: Any) -> None:
 def test_input_key_that_no_row_has_refused_by_flag(args_with: Any) -> None:
     with pytest.raises(ValueError, match="--input-key question"):
         check_rollout_inputs(args_with([{"prompt": "1 + 1 ="}], input_key="question"))
+
+
+def test_resolved_config_given_back_as_a_file_is_accepted_where_a_default_key_is_in_no_row(
+    args_with: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(args_with([{"prompt": "1 + 1 ="}])))
+    values, where = read_config_file(str(file))
+    check_rollout_inputs(Args.from_values(values, dict.fromkeys(values, f"file:{file}"), where=where))
 
 
 def test_label_key_that_only_a_late_row_has_accepted(args_with: Any) -> None:
