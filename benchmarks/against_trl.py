@@ -1,8 +1,9 @@
 """Seconds per PPO step, end to end: train.py against TRL's PPOTrainer, same tiny model, data, batch and hardware.
 
     pip install 'trl==1.12.0' accelerate datasets     # 1.12.0 is the last TRL with a PPO trainer
+    python benchmarks/against_trl.py                                           # equally long, and long-tailed
     python benchmarks/against_trl.py --response-length 32 128                  # all responses equally long
-    python benchmarks/against_trl.py --mean-length 32 --longest 256            # long-tailed, as in practice
+    python benchmarks/against_trl.py --mean-length 64 --longest 512            # long-tailed, as in practice
 
 A step of both: sample `samples` responses at temperature 1, score them, values and reference log-probabilities, GAE
 with a KL penalty of 0.05 in the reward, one AdamW step of the policy and one of the critic on every row once, fp32,
@@ -325,9 +326,9 @@ def compare(case: Case, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=256, help="responses of a step")
-    parser.add_argument("--response-length", type=int, nargs="+", help="tokens of every response (default: 32 128)")
-    parser.add_argument("--mean-length", type=int, nargs="+", help="tokens of a response that ends by itself, mean")
+    parser.add_argument("--samples", type=int, default=128, help="responses of a step")
+    parser.add_argument("--response-length", type=int, nargs="+", help="tokens of every response")
+    parser.add_argument("--mean-length", type=int, nargs="+", help="mean tokens of responses that end by themselves")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a response at most, with --mean-length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
@@ -349,7 +350,9 @@ def main() -> None:
     means = options.mean_length or []
     if any(not 1 < mean < options.longest for mean in means):
         parser.error(f"--mean-length must be between 1 and --longest {options.longest}")
-    lengths = options.response_length or ([] if means else [32, 128])
+    lengths = options.response_length or []
+    if not means and not lengths:
+        means, lengths = [32], [32]
     cases = [Case(options.samples, length, None) for length in lengths]
     for case in [*cases, *(Case(options.samples, options.longest, mean) for mean in means)]:
         compare(case, options)
