@@ -761,6 +761,8 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _not_writable(folder: Path) -> str | None:
+    if folder.parts[:1] == ("~",):
+        return "a shell makes the home folder of ~, a file or a program does not: write it out"
     if os.path.lexists(folder) and not folder.is_dir():
         return "is not a folder"
     parent = _nearest_existing(folder)

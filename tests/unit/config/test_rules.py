@@ -937,3 +937,9 @@ def test_temperature_that_sglang_takes_for_greedy_is_refused(field: str) -> None
     with pytest.raises(ValueError, match=r"must be 0 \(greedy\) or at least 1e-06"):
         Args.build(**{field: 1e-7})
     assert getattr(Args.build(**{field: 1e-6}), field) == 1e-6
+
+
+@pytest.mark.parametrize("field", ["run_dir", "save", "critic_save"])
+def test_home_folder_that_no_shell_wrote_out_is_refused(online: dict[str, Any], field: str) -> None:
+    lines = problems(online | {field: "~/run"}, "train")
+    assert lines[0].startswith(f"--{field.replace('_', '-')} ~/run: a shell makes the home folder of ~, a file")
