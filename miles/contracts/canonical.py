@@ -227,7 +227,7 @@ def read_sealed(path: Path, *, schema: str, hint: str = "") -> dict[str, Any]:
     """
     try:
         require_file(path)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{path}: {error}") from None
     record = read_json(path)
     found = record.get("schema") if isinstance(record, dict) else None

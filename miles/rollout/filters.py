@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,15 +27,20 @@ def load_filter(path: str, *, timeout_s: float) -> Callable[[list[Sample]], Awai
     """
     function = load_function(path, flag=FLAG, arguments=1, awaited=False)
 
+    def ask(group: list[Sample]) -> tuple[Any, BaseException | None]:
+        try:
+            return function(pickle.loads(pickle.dumps(group))), None
+        except BaseException as error:
+            # Some, as StopIteration, cannot be raised into a coroutine.
+            return None, error
+
     async def keep(group: list[Sample]) -> bool:
         asked = f"{FLAG} {path}, asked about group {group[0].group_index}"
-        answering = asyncio.to_thread(function, pickle.loads(pickle.dumps(group)))
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                answer = await answering
-        except (Exception, SystemExit) as error:
-            if limit.expired():
-                raise ValueError(f"{asked}: no answer within --rm-timeout-s {timeout_s:g}") from None
+            answer, error = await asyncio.wait_for(asyncio.to_thread(ask, group), timeout_s)
+        except TimeoutError:
+            raise ValueError(f"{asked}: no answer within --rm-timeout-s {timeout_s:g}") from None
+        if error is not None:
             raise ValueError(f"{asked}: {describe_in(error, function)}") from error
         if not isinstance(answer, bool | np.bool_):
             raise ValueError(f"{asked}: returned {answer!r} ({type(answer).__name__}), expected True or False")

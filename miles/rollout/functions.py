@@ -1,5 +1,6 @@
 """Functions of the user's: how they are loaded from a module or a file, and how messages call them."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -96,9 +97,17 @@ def is_async(function: Function) -> bool:
 
 def function_name(function: Function) -> str:
     """As messages call it: "package.module:function" or "/path/to/file.py:function"."""
+    function = _inner(function)
     module = str(getattr(function, "__module__", "?"))
     where = sys.modules[module].__file__ if module.startswith(_OF_A_FILE) else module
     return f"{where}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _inner(function: Function) -> Function:
+    """What a `functools.partial` calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def describe(error: BaseException) -> str:
@@ -111,7 +120,7 @@ def describe(error: BaseException) -> str:
 
 def describe_in(error: BaseException, function: Function) -> str:
     """An error of a call in one line, with the last line of the function's own file that it came through."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    file = getattr(sys.modules.get(_inner(function).__module__), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if lines:
         return f"{describe(error)} (line {lines[-1]} of {file})"

@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ from miles.config.groups import flag_of
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import sha256_file
 
-_MODEL_FILES = frozenset({".json", ".jinja", ".model", ".txt", ".safetensors"})
+_MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors"})
+_MODEL_TEXTS = frozenset({"merges.txt", "vocab.txt"})
 _WHOLE_BYTES = 8 << 20
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
 
+Inputs = dict[str, dict[str, str]]
+"""Digests of files by their names, by the setting that names them."""
 
-def run_inputs(args: Args) -> dict[str, str]:
-    """A digest of what lies behind each setting of an online run that names a file or folder of the user's.
+
+def run_inputs(args: Args) -> Inputs:
+    """Digests of what lies behind each setting of an online run that names a file or folder of the user's.
 
     Of `--prompt-data` the saved state of the prompts has its own, of kept rollouts nothing is held. A function is its
     file, without what that imports.
@@ -29,7 +33,7 @@ def run_inputs(args: Args) -> dict[str, str]:
         OSError: a file cannot be read.
         ValueError: `--ref-load` holds no checkpoint.
     """
-    digests: dict[str, Callable[[Any], str | None]] = {"hf_checkpoint": _of_model}
+    digests: dict[str, Callable[[Any], dict[str, str]]] = {"hf_checkpoint": _of_model}
     if not args.rollout_only:
         if args.needs_reference:
             digests["ref_load"] = _of_reference
@@ -38,49 +42,46 @@ def run_inputs(args: Args) -> dict[str, str]:
     if args.load_rollouts is None:
         digests |= {"custom_rm_path": _of_function, "dynamic_sampling_filter_path": _of_function}
         if not args.rollout_only:
-            digests["eval_prompt_data"] = lambda _: _together([sha256_file(one.path) for one in args.eval_sets()])
-    given = {name: value for name in digests if (value := getattr(args, name))}
-    found = {name: digests[name](value) for name, value in given.items()}
-    return {name: digest for name, digest in found.items() if digest is not None}
+            digests["eval_prompt_data"] = lambda _: {one.path: sha256_file(one.path) for one in args.eval_sets()}
+    return {name: digest(value) for name, digest in digests.items() if (value := getattr(args, name))}
 
 
-def refuse_changed_inputs(args: Args, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+def refuse_changed_inputs(args: Args, then: Inputs, now: Inputs) -> None:
     """Compare the digests of a save with today's.
 
     Raises:
         ValueError: a line for each setting whose content differs and that `allow_config_change` does not name.
     """
-    lines = [
-        f"--resume: {flag_of(name)} {getattr(args, name)} has another content than when the run began; give it that "
-        f"again, or pass --allow-config-change {name}"
-        for name, digest in now.items()
-        if then.get(name, digest) != digest and name not in args.allow_config_change
-    ]
+    lines = []
+    for name in now.keys() & then.keys() - set(args.allow_config_change):
+        before, today = then[name], now[name]
+        if changed := sorted(file for file in before | today if before.get(file) != today.get(file)):
+            lines.append(
+                f"--resume: {flag_of(name)} {getattr(args, name)} has another content than when the run began "
+                f"({', '.join(changed)}); give it that again, or pass --allow-config-change {name}"
+            )
     if lines:
-        raise ValueError("\n".join(lines))
+        raise ValueError("\n".join(sorted(lines)))
 
 
-def _together(parts: list[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+def _of_model(folder: str) -> dict[str, str]:
+    """Of a Hugging Face folder: the files that a model and a tokenizer are read from."""
+    files = (path for path in Path(folder).iterdir() if path.suffix in _MODEL_SUFFIXES or path.name in _MODEL_TEXTS)
+    return {path.name: _of_large_file(path) for path in sorted(files) if path.is_file()}
 
 
-def _of_model(folder: str) -> str:
-    """Of a Hugging Face folder: names and digests of what a model and a tokenizer are read from."""
-    files = sorted(path for path in Path(folder).iterdir() if path.suffix in _MODEL_FILES and path.is_file())
-    return _together([f"{path.name} {_of_large_file(path)}" for path in files])
-
-
-def _of_reference(folder: str) -> str:
+def _of_reference(folder: str) -> dict[str, str]:
     if (Path(folder) / "config.json").is_file():
         return _of_model(folder)
-    return sha256_file(find_checkpoint(folder) / CHECKPOINT_MANIFEST_NAME)
+    manifest = find_checkpoint(folder) / CHECKPOINT_MANIFEST_NAME
+    return {manifest.name: sha256_file(manifest)}
 
 
-def _of_function(path: str) -> str | None:
+def _of_function(path: str) -> dict[str, str]:
     where = path.rpartition(":")[0]
     spec = None if where.endswith(".py") else importlib.util.find_spec(where)
-    file = where if spec is None else spec.origin
-    return sha256_file(file) if file is not None and Path(file).is_file() else None
+    file = Path(where if spec is None else spec.origin or "")
+    return {file.name: sha256_file(file)} if file.is_file() else {}
 
 
 def _of_large_file(path: Path) -> str:

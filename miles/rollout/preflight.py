@@ -18,7 +18,7 @@ from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
 from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.rollout.functions import load_function
-from miles.rollout.inputs import refuse_changed_inputs, run_inputs
+from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
 
@@ -84,9 +84,7 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
-def publish_rollout_state(
-    folder: Path, *, rollouts: list[str], prompts: dict[str, Any], inputs: dict[str, str]
-) -> None:
+def publish_rollout_state(folder: Path, *, rollouts: list[str], prompts: dict[str, Any], inputs: Inputs) -> None:
     """Note the rollouts that are whole.
 
     Args:

@@ -53,13 +53,13 @@ def create_run_folder(args: Args, *, entry: Entry) -> Path:
     return folder
 
 
-def record_start(args: Args, *, entry: Entry, inputs: dict[str, str] | None = None) -> Path:
+def record_start(args: Args, *, entry: Entry, inputs: dict[str, dict[str, str]] | None = None) -> Path:
     """Write resolved config and facts of this start into the run folder; earlier starts stay listed in run.json.
 
     Called when devices, engines and checkpoints are there, so that a start which is refused changes neither.
 
     Args:
-        inputs: digests of what settings name, by setting.
+        inputs: digests of the files that settings name, by setting.
 
     Returns:
         The run folder.

@@ -206,6 +206,12 @@ def test_state_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
         read_train_state(tmp_path)
 
 
+def test_state_file_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{STATE_FILE}: missing"):
+        read_train_state(tmp_path)
+
+
 def test_resume_with_a_reward_file_of_another_content_is_refused_unless_allowed(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def score(sample): return 1\n")

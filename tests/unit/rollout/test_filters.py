@@ -47,9 +47,11 @@ async def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str
         ("return 1", r"returned 1 \(int\), expected"),
         ("return (x for x in samples)", r"returned <generator .*> \(generator\)"),
         ("raise KeyError('oops')", r"KeyError: 'oops' \(line 4 of .*mine\.py\)"),
+        ("return next(one for one in samples if one.reward > 99)", r"StopIteration \(line 4"),
+        ("raise KeyboardInterrupt", r"KeyboardInterrupt \(line 4"),
         ("sys.exit(0)", r"SystemExit: 0 \(line 4 of"),
         ("import time; time.sleep(3)", r"no answer within --rm-timeout-s 1$"),
-        ("raise TimeoutError('mine')", "TimeoutError: mine"),
+        ("raise TimeoutError('mine')", r"TimeoutError: mine \(line 4"),
         ("return samples[5].reward", r"IndexError: list index out of range \(line 4"),
     ],
 )

@@ -24,7 +24,7 @@ def test_function_name_is_the_file_or_the_module_it_came_from(hook, monkeypatch)
     monkeypatch.chdir(hook.parent)
     assert function_name(load_function(f"{hook.name}:reward")) == f"{hook}:reward"
     assert function_name(load_function("json:dumps")) == "json:dumps"
-    assert function_name(functools.partial(load_function(f"{hook}:reward"))) == "functools:partial"
+    assert function_name(functools.partial(load_function(f"{hook}:reward"))) == f"{hook}:reward"
 
 
 def test_load_function_keeps_two_files_of_one_name_apart(hook, tmp_path):

@@ -259,7 +259,7 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
     publish(prompts={"position": 1, "sha256": "0" * 64})
     with pytest.raises(ValueError, match=r"prompts.jsonl is not the file that the run samples from: its SHA-256 is"):
         kept_rollout_state(resumed)
-    publish(inputs={"custom_rm_path": "0" * 64})
+    publish(inputs={"custom_rm_path": {"reward.py": "0" * 64}})
     with pytest.raises(ValueError, match=r"--resume: --custom-rm-path .* has another content than when the run began"):
         kept_rollout_state(resumed)
     publish()
