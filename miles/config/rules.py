@@ -338,9 +338,10 @@ _TRAINING_ALONE = (
 
 
 def _rollout(args: Args) -> Iterator[str]:
-    for field, greedy in (("rollout_temperature", 0), ("rollout_top_k", 1)):
+    for field, greedy, other in (("rollout_temperature", 0, ""), ("rollout_top_k", 1, ", or -1 for all tokens")):
         if getattr(args, field) == greedy and not args.rollout_only:
-            yield f"{flag_of(field)} {greedy} is greedy, which gives nothing to train on: it must be above {greedy}"
+            must = f"it must be above {greedy}{other}"
+            yield f"{flag_of(field)} {greedy} is greedy, which gives nothing to train on: {must}"
     if args.load_rollouts is not None:
         if not Path(args.load_rollouts).is_dir():
             yield f"--load-rollouts {args.load_rollouts}: no such folder"
@@ -695,6 +696,11 @@ def _warnings(args: Args, entry: Entry) -> Iterator[str]:
         )
     if args.bf16 and args.device == "cpu":
         yield "--bf16 on a CPU is two to three times slower than float32"
+    if args.rollout_only and 0 in (args.rollout_temperature, args.rollout_top_k - 1) and args.n_samples_per_prompt > 1:
+        yield (
+            f"{args.n_samples_per_prompt} samples of a prompt (--n-samples-per-prompt) repeat the same greedy answer "
+            "(--rollout-temperature 0, or --rollout-top-k 1)"
+        )
     for one in args.eval_sets() if entry == "train" else ():
         if one.sampling.greedy and one.sampling.n_samples > 1:
             yield (

@@ -212,7 +212,9 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
     A seal finds accidents and half-made edits in a file that nothing else pins yet; it is no signature.
     """
     body = {key: value for key, value in record.items() if key != SEAL_FIELD}
-    return {**body, SEAL_FIELD: sha256_bytes(canonical_json_bytes(body))}
+    # As it is read back: a key that is a number is a text there, and sorted as one.
+    read_back = json.loads(json.dumps(body))
+    return {**body, SEAL_FIELD: sha256_bytes(canonical_json_bytes(read_back))}
 
 
 def read_sealed(path: Path, *, schema: str, hint: str = "") -> dict[str, Any]:

@@ -40,7 +40,7 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
         return args
     if (folder := args.critic_load) is None:
         check_identities(args)
-        if args.has_critic:
+        if args.has_critic and not args.rollout_only:
             logger.info("the critic takes the backbone of %s, its head is new", args.load or args.hf_checkpoint)
         return args
     if args.critic_value_pretrain_contract_sha256 is None and not contract_path(folder).exists():

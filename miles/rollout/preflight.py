@@ -19,6 +19,7 @@ from miles.data.sample import read_samples
 from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.rollout.functions import load_function
 from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
+from miles.rollout.rewards import LARGEST_REWARD
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
 
@@ -28,6 +29,8 @@ ROLLOUT_STATE_FILE = "state.json"
 """Beside the rollouts of `--rollout-only`: the digests of those that are whole, and where the prompts stand after."""
 _ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v2"
 _TOLD_EVERY_S = 10.0
+_ROUNDING = 1e-3
+"""A log-probability may be so far above 0."""
 
 
 def check_rollout_inputs(args: Args) -> None:
@@ -111,7 +114,7 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     if not path.is_file():
         raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
     refuse_changed_config(args)
-    state = _read_rollout_state(path)
+    state = _read_rollout_state(path, hint="name another --run-dir")
     for rollout_id, digest in enumerate(state["rollouts"]):
         file = rollout_file(folder, rollout_id)
         if not file.is_file():
@@ -122,8 +125,8 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     return state
 
 
-def _read_rollout_state(path: Path) -> dict[str, Any]:
-    return read_sealed(path, schema=_ROLLOUT_STATE_SCHEMA, hint="; name another --run-dir")
+def _read_rollout_state(path: Path, *, hint: str) -> dict[str, Any]:
+    return read_sealed(path, schema=_ROLLOUT_STATE_SCHEMA, hint=f"; {hint}")
 
 
 def _refuse_other_rollout(file: Path, digest: str) -> None:
@@ -188,7 +191,8 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
     model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
     # Of rollouts that a run of both kept while it trained nothing is known.
     state = folder / ROLLOUT_STATE_FILE
-    digests = dict(enumerate(_read_rollout_state(state)["rollouts"])) if state.is_file() else {}
+    unproven = f"without {ROLLOUT_STATE_FILE} in --load-rollouts the files are taken as they are"
+    digests = dict(enumerate(_read_rollout_state(state, hint=unproven)["rollouts"])) if state.is_file() else {}
     told = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - told > _TOLD_EVERY_S:
@@ -221,6 +225,10 @@ def _check_kept_rollout(args: Args, file: Path, model: dict[str, Any]) -> None:
     if args.max_tokens_per_gpu is not None:
         rooms["--max-tokens-per-gpu x --context-parallel-size"] = args.max_tokens_per_gpu * args.context_parallel_size
     for sample, tokens in zip(samples, batch["tokens"], strict=True):
+        if sample.reward is not None and abs(sample.reward) > LARGEST_REWARD:
+            raise ValueError(f"{file}: sample {sample.index}: reward {sample.reward:g} is above {LARGEST_REWARD:g}")
+        if max(sample.rollout_log_probs, default=0.0) > _ROUNDING:
+            raise ValueError(f"{file}: sample {sample.index}: a log-probability of {max(sample.rollout_log_probs):g}")
         for what, room in rooms.items():
             if room is not None and len(tokens) > room:
                 raise ValueError(f"{file}: sample {sample.index} has {len(tokens)} tokens, {what} is {room}")

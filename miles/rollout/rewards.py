@@ -15,7 +15,7 @@ from miles.rollout.functions import Function, describe, function_name
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 1e18
+LARGEST_REWARD = 1e18
 """The square of a larger one, in a variance or a value loss, is no float32."""
 
 Policy = Literal["drop", "stop"]
@@ -170,8 +170,10 @@ def rewards_of(
             )
         try:
             if json.dumps(sample.metadata) != text:
-                json.dumps(sample.metadata, allow_nan=False)
-        except (TypeError, ValueError) as error:
+                written = json.dumps(sample.metadata, allow_nan=False, ensure_ascii=False).encode()
+                # As a resumed run has it, out of its save.
+                sample.metadata = json.loads(written)
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadReward(
                 f"reward function {name} wrote to the metadata of sample {sample.index} what JSON cannot hold: {error}"
             ) from None
@@ -192,9 +194,9 @@ def _number(value: Any, sample: Sample, name: str) -> float:
         reward = float(value)
     except OverflowError:
         reward = math.inf
-    if not abs(reward) <= _LARGEST:
+    if not abs(reward) <= LARGEST_REWARD:
         raise BadReward(
             f"reward function {name} returned {reward:g} for sample {sample.index}, expected a finite number of at "
-            f"most {_LARGEST:g} either way"
+            f"most {LARGEST_REWARD:g} either way"
         )
     return reward

@@ -11,6 +11,7 @@ import yaml
 
 from miles.config import Args
 from miles.config.args import _ELSEWHERE
+from miles.config.files import config_yaml
 from miles.config.groups import flag_of
 from miles.utils.arguments import parse_args
 
@@ -220,6 +221,22 @@ def test_print_config_shows_every_value_and_source_and_can_be_read_back(
     reread = parse_args(["--config", str(again)])
     first = parse_args(argv).replace(source="x", run_dir=shown["run_dir"])
     assert reread.model_dump(exclude={"config"}) == first.model_dump(exclude={"config"})
+
+
+def test_config_of_a_run_serves_another_run_folder_which_saves_to_its_own(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "config.yaml"
+    flags = as_flags({name: value for name, value in online.items() if name not in ("save", "critic_save")})
+    file.write_text(config_yaml(parse_args([*flags, "--run-dir", f"{tmp_path}/first"], entry="train")))
+    assert yaml.safe_load(file.read_text())["save"] == f"{tmp_path}/first/checkpoints/actor"
+    for flags, folder in (([], "first"), (["--run-dir", f"{tmp_path}/second"], "second")):
+        args = parse_args(["--config", str(file), *flags], entry="train")
+        assert args.save == f"{tmp_path}/{folder}/checkpoints/actor"
+        assert args.critic_save == f"{tmp_path}/{folder}/checkpoints/critic"
+        assert args.source_of("save") == "generated"
+    elsewhere = ["--run-dir", f"{tmp_path}/second", "--save", f"{tmp_path}/elsewhere"]
+    assert parse_args(["--config", str(file), *elsewhere], entry="train").save == f"{tmp_path}/elsewhere"
 
 
 def test_print_config_shows_a_configuration_that_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,10 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         "--critic-value-eval-report speaks of the critic in --critic-load, which is not given",
     ),
     ({"rollout_temperature": 0.0}, "--rollout-temperature 0 is greedy, which gives nothing to train on"),
-    ({"rollout_top_k": 1}, "--rollout-top-k 1 is greedy, which gives nothing to train on: it must be above 1"),
+    (
+        {"rollout_top_k": 1},
+        "--rollout-top-k 1 is greedy, which gives nothing to train on: it must be above 1, or -1 for all tokens",
+    ),
     *(
         ({name: None}, f"online training needs --{name.replace('_', '-')}")
         for name in (
@@ -943,3 +946,16 @@ def test_temperature_that_sglang_takes_for_greedy_is_refused(field: str) -> None
 def test_home_folder_that_no_shell_wrote_out_is_refused(online: dict[str, Any], field: str) -> None:
     lines = problems(online | {field: "~/run"}, "train")
     assert lines[0].startswith(f"--{field.replace('_', '-')} ~/run: a shell makes the home folder of ~, a file")
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [({"rollout_temperature": 0.0}, True), ({"rollout_top_k": 1}, True), ({}, False), ({"rollout_top_k": 2}, False)],
+)
+def test_rollouts_that_repeat_a_greedy_answer_are_warned_of(
+    online: dict[str, Any], settings: dict[str, Any], warned: bool
+) -> None:
+    lines = check(Args.build(**(online | {"rollout_only": True} | settings)), entry="train")
+    assert [line.startswith("2 samples of a prompt (--n-samples-per-prompt) repeat") for line in lines] == (
+        [True] * warned
+    )

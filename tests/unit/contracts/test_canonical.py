@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -86,6 +87,11 @@ def test_canonical_json_non_finite_is_refused(number):
 def test_strict_json_refuses_and_says_why(data, message):
     with pytest.raises(StrictJsonError, match=message):
         parse_strict_json(data)
+
+
+@pytest.mark.parametrize("body", [{2: 1, 10: 3}, {"a": 1, 10: 3}, {"a": (1, 2)}, {"a": {1.5: None, True: "x"}}])
+def test_seal_is_of_what_is_read_back(body: dict[Any, Any]) -> None:
+    check_seal(json.loads(json.dumps(sealed({"held": body}))))
 
 
 def test_seal_detects_any_change_of_contents():

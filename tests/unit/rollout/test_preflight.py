@@ -127,6 +127,8 @@ SEGMENT = {
         ([kept_row(), kept_row()], {"rollout_batch_size": 1}, r": 2 samples, --rollout-batch-size 1 x .* 1 is 1"),
         ([kept_row(status="aborted")], {}, ": sample 0 is aborted"),
         ([kept_row(reward=None)], {}, ": reward of sample 0 is None"),
+        ([kept_row(reward=-2e18)], {}, r": sample 0: reward -2e\+18 is above 1e\+18"),
+        ([kept_row(rollout_log_probs=[0.5])], {}, ": sample 0: a log-probability of 0.5"),
         ([kept_row(status="failed")], {}, ": rollout batch has no trainable token"),
         ([kept_row(tokens=[5, 512])], {}, ": sample 0: token id 512 is outside the model's vocabulary of 512"),
         ([kept_row(tokens=[5] * 65)], {}, ": sample 0 has 65 tokens, .* max_position_embeddings is 64"),

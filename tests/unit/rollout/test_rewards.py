@@ -99,7 +99,7 @@ async def test_batch_function_that_returns_no_list_is_refused(value):
         await score(make_samples(3), lambda samples: value)
 
 
-@pytest.mark.parametrize("written", [np.float32(1), float("nan"), {1, 2}, object()])
+@pytest.mark.parametrize("written", [np.float32(1), float("nan"), {1, 2}, object(), "\ud83d"])
 async def test_metadata_that_json_cannot_hold_is_refused_with_sample_and_function(written):
     def notes(sample):
         sample.metadata["why"] = written
@@ -107,6 +107,16 @@ async def test_metadata_that_json_cannot_hold_is_refused_with_sample_and_functio
 
     with pytest.raises(ValueError, match=r"notes wrote to the metadata of sample 10 what JSON cannot hold: "):
         await score(make_samples(1), notes, on_error="drop")
+
+
+async def test_metadata_is_what_a_resumed_run_reads_of_it():
+    def counts(sample):
+        sample.metadata["votes"] = {10: 3, "a": (1, 2), 2: 1}
+        return 1.0
+
+    (sample,) = samples = make_samples(1)
+    assert await score(samples, counts) == []
+    assert sample.metadata["votes"] == {"10": 3, "a": [1, 2], "2": 1}
 
 
 async def test_metadata_that_was_there_before_is_no_fault_of_the_function():
