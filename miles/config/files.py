@@ -1,5 +1,6 @@
 """Reading a YAML file of settings, strictly, and writing one back with the source of every value."""
 
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from miles.config.groups import GROUPS, fields_of, flag_of
 
 NOT_IN_FILES = frozenset({"config", "print_config"})
 """Fields that steer the parse itself and so have no place in a file."""
+
+
+_MARKED = re.compile(r"^(\w+): .*  # (\S+)$", re.MULTILINE)
+"""A setting as `config_yaml` writes it, and the source it came from."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -90,6 +95,25 @@ def read_settings(path: str | Path) -> Args:
     """
     values, where = read_config_file(str(path))
     return Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
+
+
+def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `read_config_file`, without what a resolved file only holds because it followed from something else.
+
+    These lines `config_yaml` marks: "derived" from other settings of the file (and still what follows from them), a
+    checkpoint that a "resume" loaded. Beside flags that change what they came from they would stay what they were.
+
+    Raises:
+        ValueError: as `read_config_file`, or a value has the wrong type.
+    """
+    values, where = read_config_file(path)
+    marks = dict(_MARKED.findall(Path(path).read_text(encoding="utf-8")))
+    followed = {name for name, mark in marks.items() if mark == "resume"}
+    if derived := {name for name, mark in marks.items() if mark.startswith("derived:")}:
+        args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
+        followed |= {name for name in derived & values.keys() if not args.is_user_set(name)}
+    given = {name: value for name, value in values.items() if name not in followed}
+    return given, {name: where[name] for name in given}
 
 
 def config_yaml(args: Args) -> str:

@@ -44,7 +44,9 @@ def load_function(
         try:
             module = importlib.import_module(where)
         except (Exception, SystemExit) as error:
-            raise ValueError(f"{given}: importing {where} failed: {describe(error)}") from error
+            file = Path(*where.split(".")).with_suffix(".py")
+            hint = f"; a file is given as {file}:{name}" if file.is_file() else ""
+            raise ValueError(f"{given}: importing {where} failed: {describe(error)}{hint}") from error
     function = vars(module).get(name)
     if function is None:
         raise ValueError(f"{given}: {where} has no {name}")

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from miles.config.args import Args, Entry
-from miles.config.files import config_yaml, read_config_file
+from miles.config.files import config_yaml, user_settings
 from miles.config.groups import GROUPS, fields_of, flag_of
 from miles.config.rules import check
 from miles.contracts.canonical import error_text
@@ -125,7 +125,7 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
     except SettingsError as error:
         raise ValueError(textwrap.shorten(str(error), 300)) from None
     config = flags.get("config")
-    from_file, where = read_config_file(config) if config else ({}, {})
+    from_file, where = user_settings(config) if config else ({}, {})
     manifest = (from_file | flags).get("value_pretrain_manifest")
     if (entry or ("train" if manifest is None else "train_value")) == "train":
         # They are where another run of these settings saves to: this one's follow from its own folder.

@@ -239,6 +239,60 @@ def test_config_of_a_run_serves_another_run_folder_which_saves_to_its_own(
     assert parse_args(["--config", str(file), *elsewhere], entry="train").save == f"{tmp_path}/elsewhere"
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"eps_clip_high": 0.2, "critic_lr": 1e-6, "global_batch_size": 8}),
+        (["--eps-clip", "0.1"], {"eps_clip": 0.1, "eps_clip_high": 0.1}),
+        (["--lr", "1e-4"], {"critic_lr": 1e-4}),
+        (["--lambd", "0.9"], {"critic_lambd": 0.9}),
+        (["--rollout-batch-size", "2"], {"global_batch_size": 4, "over_sampling_batch_size": 2}),
+        (["--num-steps-per-rollout", "2"], {"global_batch_size": 4}),
+        (["--advantage-estimator", "grpo"], {"use_critic": False}),
+    ],
+)
+def test_resolved_file_given_back_with_a_flag_derives_anew_what_followed_from_it(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags, flags: list[str], expected: dict[str, Any]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(parse_args(as_flags(online), entry="train")))
+    args = parse_args(["--config", str(file), *flags], entry="train")
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_resolved_file_that_somebody_edited_keeps_what_was_written(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "config.yaml"
+    text = config_yaml(parse_args(as_flags(online), entry="train"))
+    for line in (lines := text.splitlines()):
+        if line.startswith(("critic_lr: ", "gamma: ")):
+            name, _, source = line.partition(":")
+            lines[lines.index(line)] = f"{name}: 0.5  # {source.partition('  # ')[2]}"
+    file.write_text("\n".join(lines))
+    args = parse_args(["--config", str(file), "--lr", "1e-4"], entry="train")
+    assert (args.critic_lr, args.gamma) == (0.5, 0.5)
+
+
+def test_file_by_hand_keeps_what_is_equal_to_what_would_follow(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("eps_clip: 0.2\neps_clip_high: 0.2  # as eps_clip\n")
+    args = parse_args(["--config", str(file), *as_flags(online), "--eps-clip", "0.1"], entry="train")
+    assert (args.eps_clip, args.eps_clip_high) == (0.1, 0.2)
+
+
+def test_config_of_a_resumed_run_starts_from_nothing(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "config.yaml"
+    args = parse_args(as_flags(online), entry="train")
+    file.write_text(config_yaml(args.replace(source="resume", load="here", critic_load="there")))
+    args = parse_args(["--config", str(file)], entry="train")
+    assert (args.load, args.critic_load) == (None, None)
+
+
 def test_print_config_shows_a_configuration_that_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_args(["--print-config", "--gamma", "0.5"])

@@ -60,6 +60,13 @@ def test_load_function_of_a_file_that_fails_names_the_error(tmp_path):
         load_function(f"{tmp_path / 'broken.py'}:f")
 
 
+def test_load_function_of_a_module_that_is_a_file_of_this_folder_says_how_files_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of_this_folder.py").write_text("def f(sample): return 1\n")
+    with pytest.raises(ValueError, match=r"No module named 'of_this_folder'; a file is given as of_this_folder.py:f"):
+        load_function("of_this_folder:f")
+
+
 @pytest.mark.parametrize("code", ["sys.exit()", "sys.exit(0)", "sys.exit('usage: reward.py FILE')"])
 def test_load_function_of_a_script_that_exits_is_an_error_not_the_end_of_the_program(tmp_path, code):
     (tmp_path / "script.py").write_text(f"import sys\n{code}\n")
