@@ -14,7 +14,7 @@ from miles.config.groups import flag_of
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import sha256_file
 
-_MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".safetensors"})
+_MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", ".tiktoken"})
 _MODEL_TEXTS = frozenset({"merges.txt", "vocab.txt"})
 _WHOLE_BYTES = 8 << 20
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 64 << 10
@@ -27,7 +27,7 @@ def run_inputs(args: Args) -> Inputs:
     """Digests of what lies behind each setting of an online run that names a file or folder of the user's.
 
     Of `--prompt-data` the saved state of the prompts has its own, of kept rollouts nothing is held. A function is its
-    file, without what that imports.
+    file, without what that imports; one of miles itself has none, for the versions of the code are recorded.
 
     Raises:
         OSError: a file cannot be read.
@@ -79,6 +79,8 @@ def _of_reference(folder: str) -> dict[str, str]:
 
 def _of_function(path: str) -> dict[str, str]:
     where = path.rpartition(":")[0]
+    if where.startswith("miles."):
+        return {}
     spec = None if where.endswith(".py") else importlib.util.find_spec(where)
     file = Path(where if spec is None else spec.origin or "")
     return {file.name: sha256_file(file)} if file.is_file() else {}

@@ -153,6 +153,9 @@ def rewards_of(
         )
     if not takes_all(function):
         value = [value]
+    elif getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
+        # Of NumPy or torch.
+        value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadReward(
             f"reward function {name} must return a list of {len(samples)} rewards, got {type(value).__name__}"

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from miles.data.sample import Sample, SampleStatus
 from miles.rollout.functions import function_name
@@ -93,7 +94,17 @@ async def test_wrong_count_is_refused(count):
         await score(make_samples(3), short)
 
 
-@pytest.mark.parametrize("value", [1.0, None, "abc"])
+@pytest.mark.parametrize(
+    "value", [np.array([1.0, 2.0, 3.0]), np.array([1, 2, 3], dtype=np.int8), torch.tensor([1.0, 2.0, 3.0]), (1, 2, 3)]
+)
+async def test_batch_function_may_return_an_array(value):
+    samples = make_samples(3)
+    assert await score(samples, lambda samples: value) == []
+    assert [sample.reward for sample in samples] == [1.0, 2.0, 3.0]
+    assert {type(sample.reward) for sample in samples} == {float}
+
+
+@pytest.mark.parametrize("value", [1.0, None, "abc", np.ones((3, 1))])
 async def test_batch_function_that_returns_no_list_is_refused(value):
     with pytest.raises(ValueError, match="must return a list of 3 rewards"):
         await score(make_samples(3), lambda samples: value)
