@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from miles.config import Args
+from miles.ray import cluster
 from miles.ray.cluster import check_before_ray_starts
 
 
@@ -73,3 +74,9 @@ def test_ray_address_with_a_port_that_cannot_be_is_one_line(
     args = Args.build(hf_checkpoint=str(tiny_hf_model), device="cpu")
     with pytest.raises(ValueError, match=r"^RAY_ADDRESS 127.0.0.1:99999: no Ray cluster answers there"):
         check_before_ray_starts(args, entry="train")
+
+
+def test_ray_address_where_something_else_listens_is_given_up(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_CLUSTER_ANSWER_S", 1.0)
+    with pytest.raises(ConnectionError, match=f"^RAY_ADDRESS 127.0.0.1:{taken}: what listens there did not answer"):
+        cluster._meet(f"127.0.0.1:{taken}")

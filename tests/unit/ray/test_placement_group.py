@@ -65,3 +65,16 @@ def test_devices_that_become_free_in_time_are_handed_out(
     placement = create_placement(Args.build(placement_timeout_s=limit), {"actor": 3, "rollout": 1})
     assert placement.bundles == {"actor": [0, 1, 2], "rollout": [3]}
     assert given_back == []
+
+
+def test_cluster_that_ends_while_devices_are_waited_for_is_told_as_such(
+    cluster_in_use: Callable[[float], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> bool:
+        raise Exception("Placement group PlacementGroupID(8f) does not exist.")
+
+    cluster_in_use(0.0)
+    monkeypatch.setattr(placement_group, "placement_group", lambda bundles, *, strategy: SimpleNamespace(wait=wait))
+    told = r"^the Ray cluster ended while 4 devices \(3 actor \+ 1 rollout\) were waited for: Placement group"
+    with pytest.raises(ConnectionError, match=told):
+        create_placement(Args.build(), {"actor": 3, "rollout": 1})
