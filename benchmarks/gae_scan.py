@@ -1,6 +1,6 @@
 """Seconds of GAE: the chunked scan against a loop over time steps that handles all rows at once, in one run.
 
-Usage: python benchmarks/gae_scan.py [--rows 128] [--tokens 8192] [--repeats 5]
+Usage: python benchmarks/gae_scan.py [--rows 128] [--tokens 8192] [--repeats 20]
 
 Both get the same [rows, tokens] tensors and return advantages and returns of them; they take turns, and the fastest of
 each counts. "holes": one token in ten is an observation that the recursion steps over; "whole": none is, and the loop
@@ -84,7 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     shape = (args.rows, args.tokens)

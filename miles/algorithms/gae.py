@@ -53,23 +53,33 @@ def discounted_row_sums(x_A: np.ndarray, *, counts_N: np.ndarray, decay: float |
     Rows are solved together with rows of up to twice their length, so padding at most doubles the work.
 
     Args:
-        x_A: the rows' numbers, A = sum(counts_N).
+        x_A: the rows' numbers, float64, A = sum(counts_N).
         counts_N: numbers in each row, 0 allowed.
         decay: one number, or one per row [N].
     """
     decay_N = np.broadcast_to(np.asarray(decay, dtype=np.float64), counts_N.shape)
     end_N = np.cumsum(counts_N)
     one_decay = np.ndim(decay) == 0
-    y_A = np.empty(len(x_A), dtype=np.float64)
+    y_A = np.empty(len(x_A))
     for rows in _groups(counts_N):
         # Lists: numbers of NumPy's are slow to slice with, one by one.
         spans = list(zip((end_N - counts_N)[rows].tolist(), end_N[rows].tolist(), strict=True))
+        first, last = spans[0][0], spans[-1][1]
         width = -(-int(counts_N[rows[-1]]) // _CHUNK) * _CHUNK
-        x_RL = np.zeros((len(rows), width), dtype=np.float64)
-        for x_L, (start, end) in zip(x_RL, spans, strict=True):
-            x_L[: end - start] = x_A[start:end]
         decay_R = float(decay_N[rows[0]]) if one_decay else torch.from_numpy(decay_N[rows])
+        # They may lie as a matrix already, as rows of a batch without padding do.
+        is_matrix = counts_N[rows[0]] == width and last - first == len(rows) * width
+        if is_matrix:
+            x_RL = x_A[first:last].reshape(len(rows), width)
+        else:
+            # Not zeros: memory that comes fresh from the system is slow to write to.
+            x_RL = np.empty((len(rows), width))
+            for x_L, (start, end) in zip(x_RL, spans, strict=True):
+                x_L[: end - start] = x_A[start:end]
+                x_L[end - start :] = 0.0
         y_RL = discounted_sums(torch.from_numpy(x_RL), decay=decay_R).numpy()
+        if is_matrix and last - first == len(x_A):
+            return y_RL.reshape(-1)
         for y_L, (start, end) in zip(y_RL, spans, strict=True):
             y_A[start:end] = y_L[: end - start]
     return y_A
@@ -95,14 +105,22 @@ def row_ends(counts_N: np.ndarray) -> np.ndarray:
 
 
 def gae_rows(
-    *, rewards_A: np.ndarray, values_A: np.ndarray, counts_N: np.ndarray, gamma: float, lam: float | np.ndarray
+    *,
+    rewards_A: np.ndarray,
+    values_A: np.ndarray,
+    counts_N: np.ndarray,
+    gamma: float,
+    lam: float | np.ndarray,
+    terminal_rewards_N: np.ndarray | None = None,
 ) -> np.ndarray:
     """Advantages of rows of trainable tokens laid end to end, float64 [A]; the formula is in `gae`."""
-    delta_A = rewards_A - values_A
+    delta_A = np.subtract(rewards_A, values_A, dtype=np.float64)
     # V after the last token of a row is 0
     ends = row_ends(counts_N)
     last_E = delta_A[ends]
-    delta_A[:-1] += values_A[1:] if gamma == 1.0 else gamma * values_A[1:]
+    if terminal_rewards_N is not None:
+        last_E += terminal_rewards_N[counts_N > 0]
+    delta_A[:-1] += values_A[1:] if gamma == 1.0 else np.multiply(values_A[1:], gamma, dtype=np.float64)
     delta_A[ends] = last_E
     return discounted_row_sums(delta_A, counts_N=counts_N, decay=gamma * lam)
 
@@ -156,15 +174,19 @@ def gae(
         def flat(x_NT: Tensor, part: slice = part) -> np.ndarray:
             return x_NT.detach().numpy().reshape(mask_NT.shape)[part].reshape(-1)
 
-        counts_P = counts_N[part]
         place_A = slice(None) if mask_NT[part].all() else np.flatnonzero(mask_NT[part])
-        reward_A = flat(rewards_NT)[place_A].astype(np.float64)
-        value_A = flat(values_NT)[place_A].astype(np.float64)
-        reward_A[row_ends(counts_P)] += terminal_N[part][counts_P > 0]
-        lam_P = lam_N[part] if isinstance(lam_N, np.ndarray) and lam_N.ndim else lam_N
-        advantage_A = gae_rows(rewards_A=reward_A, values_A=value_A, counts_N=counts_P, gamma=gamma, lam=lam_P)
+        value_A = flat(values_NT)[place_A]
+        advantage_A = gae_rows(
+            rewards_A=flat(rewards_NT)[place_A],
+            values_A=value_A,
+            counts_N=counts_N[part],
+            gamma=gamma,
+            lam=lam_N[part] if isinstance(lam_N, np.ndarray) and lam_N.ndim else lam_N,
+            terminal_rewards_N=terminal_N[part],
+        )
         flat(advantages_NT)[place_A] = advantage_A
-        flat(returns_NT)[place_A] = value_A + advantage_A
+        advantage_A += value_A
+        flat(returns_NT)[place_A] = advantage_A
     return advantages_NT, returns_NT
 
 
