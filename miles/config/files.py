@@ -98,10 +98,11 @@ def read_settings(path: str | Path) -> Args:
 
 
 def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `read_config_file`, without what a resolved file only holds because it followed from something else.
+    """As `read_config_file`, without what a resolved file holds though nobody said it.
 
-    These lines `config_yaml` marks: "derived" from other settings of the file (and still what follows from them), a
-    checkpoint that a "resume" loaded. Beside flags that change what they came from they would stay what they were.
+    These lines `config_yaml` marks: a "default", what was "derived" from other settings of the file (both only where
+    nobody has edited them since), a checkpoint that a "resume" loaded. Beside flags that change what they came from
+    they would stay what they were.
 
     Raises:
         ValueError: as `read_config_file`, or a value has the wrong type.
@@ -109,9 +110,9 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     values, where = read_config_file(path)
     marks = dict(_MARKED.findall(Path(path).read_text(encoding="utf-8")))
     followed = {name for name, mark in marks.items() if mark == "resume"}
-    if derived := {name for name, mark in marks.items() if mark.startswith("derived:")}:
+    if marked := {name for name, mark in marks.items() if mark == "default" or mark.startswith("derived:")}:
         args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
-        followed |= {name for name in derived & values.keys() if not args.is_user_set(name)}
+        followed |= {name for name in marked & values.keys() if not args.is_user_set(name)}
     given = {name: value for name, value in values.items() if name not in followed}
     return given, {name: where[name] for name in given}
 

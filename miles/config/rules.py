@@ -218,7 +218,7 @@ def _value_head(args: Args, entry: Entry) -> Iterator[str]:
     if args.value_loss_type == "classification" and args.value_num_bins < 2:
         yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
     # A contract in --critic-load states the head, which is compared with what the user states of it.
-    stated_elsewhere = args.critic_load is not None and not args.is_user_set("value_loss_type")
+    stated_elsewhere = args.critic_load is not None and args.source_of("value_loss_type") == "default"
     if "critic" not in roles_of(args, entry) or stated_elsewhere:
         return
     if args.value_loss_type == "mse":

@@ -34,7 +34,7 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
     if args.canary_one_step:
         args = args.replace(source="canary", num_rollout=1)
     if state is not None:
-        unstated = {name: state["settings"][name] for name in _HEAD if not args.is_user_set(name)}
+        unstated = {name: state["settings"][name] for name in _HEAD if args.source_of(name) == "default"}
         args = args.replace(source="resume", **unstated)
         check_identities(check_resume(args, state))
         return args
@@ -55,7 +55,7 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
         else:
             logger.warning("--critic-load %s holds no value-pretraining contract: no proof", folder)
         return args
-    stated = {name: getattr(args, name) for name in _HEAD if args.is_user_set(name)}
+    stated = {name: getattr(args, name) for name in _HEAD if args.source_of(name) != "default"}
     objective, contract = check_online_contract(
         folder,
         expected_sha256=args.critic_value_pretrain_contract_sha256,

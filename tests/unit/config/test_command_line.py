@@ -274,6 +274,17 @@ def test_resolved_file_that_somebody_edited_keeps_what_was_written(
     assert (args.critic_lr, args.gamma) == (0.5, 0.5)
 
 
+def test_default_of_a_resolved_file_is_nobodys_word_and_of_a_file_by_hand_it_is(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    resolved, by_hand = tmp_path / "config.yaml", tmp_path / "mine.yaml"
+    resolved.write_text(config_yaml(parse_args(as_flags(online), entry="train")))
+    by_hand.write_text("value_loss_type: mse\n")
+    for file, source in ((resolved, "default"), (by_hand, f"file:{by_hand}")):
+        args = parse_args(["--config", str(file), *as_flags(online)], entry="train")
+        assert args.source_of("value_loss_type") == source
+
+
 def test_file_by_hand_keeps_what_is_equal_to_what_would_follow(
     online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
 ) -> None:
