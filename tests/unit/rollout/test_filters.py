@@ -22,9 +22,9 @@ def group(*rewards: float) -> list[Sample]:
 
 @pytest.fixture
 def filter_of(tmp_path: Path) -> Any:
-    def load(body: str, head: str = "def keep(samples):") -> Any:
+    def load(body: str, head: str = "def keep(samples):", timeout_s: float = 60.0) -> Any:
         (tmp_path / "mine.py").write_text(f"import sys\nimport numpy\n{head}\n    {body}\n")
-        return load_filter(f"{tmp_path / 'mine.py'}:keep", timeout_s=1.0)
+        return load_filter(f"{tmp_path / 'mine.py'}:keep", timeout_s=timeout_s)
 
     return load
 
@@ -50,7 +50,6 @@ async def test_filter_that_answers_with_a_bool_decides(filter_of: Any, body: str
         ("return next(one for one in samples if one.reward > 99)", r"StopIteration \(line 4"),
         ("raise KeyboardInterrupt", r"KeyboardInterrupt \(line 4"),
         ("sys.exit(0)", r"SystemExit: 0 \(line 4 of"),
-        ("import time; time.sleep(3)", r"no answer within --rm-timeout-s 1$"),
         ("raise TimeoutError('mine')", r"TimeoutError: mine \(line 4"),
         ("return samples[5].reward", r"IndexError: list index out of range \(line 4"),
     ],
@@ -61,6 +60,12 @@ async def test_filter_that_does_not_answer_is_refused_with_its_group(filter_of: 
         await keep(group(0, 1))
     start = str(refused.value).partition(": ")[0]
     assert start.startswith("--dynamic-sampling-filter-path ") and start.endswith(":keep, asked about group 7")
+
+
+async def test_filter_that_does_not_return_is_given_up(filter_of: Any) -> None:
+    keep = filter_of("import time; time.sleep(3)", timeout_s=0.5)
+    with pytest.raises(ValueError, match=r"asked about group 7: no answer within --rm-timeout-s 0\.5$"):
+        await keep(group(0, 1))
 
 
 def test_filter_that_is_async_is_refused_when_it_is_loaded(filter_of: Any) -> None:
