@@ -96,6 +96,11 @@ LEAST_TEMPERATURE = 1e-6
 """SGLang takes the likeliest token below it, and gives log-probabilities at temperature 1."""
 
 
+def is_greedy(temperature: float, top_k: int) -> bool:
+    """Whether every sample of a prompt is the same."""
+    return temperature == 0 or top_k == 1
+
+
 def is_top_k(count: int) -> bool:
     """Whether an engine can sample among the `count` likeliest tokens; -1: among all."""
     return count == -1 or count >= 1

@@ -23,11 +23,6 @@ class Sampling:
     max_response_len: int | None
     max_prompts: int | None
 
-    @property
-    def greedy(self) -> bool:
-        """Whether every sample of a prompt is the same."""
-        return self.temperature == 0 or self.top_k == 1
-
 
 _READ: dict[str, Callable[[str], Any]] = {
     "temperature": float,

@@ -21,6 +21,7 @@ from miles.config.choices import (
     OBJECTIVES,
     OF_ROLLOUT_ENGINE,
     estimator_facts,
+    is_greedy,
 )
 from miles.config.groups import (
     AlgorithmGroup,
@@ -696,13 +697,14 @@ def _warnings(args: Args, entry: Entry) -> Iterator[str]:
         )
     if args.bf16 and args.device == "cpu":
         yield "--bf16 on a CPU is two to three times slower than float32"
-    if args.rollout_only and 0 in (args.rollout_temperature, args.rollout_top_k - 1) and args.n_samples_per_prompt > 1:
+    greedy = is_greedy(args.rollout_temperature, args.rollout_top_k)
+    if args.rollout_only and greedy and args.n_samples_per_prompt > 1:
         yield (
             f"{args.n_samples_per_prompt} samples of a prompt (--n-samples-per-prompt) repeat the same greedy answer "
             "(--rollout-temperature 0, or --rollout-top-k 1)"
         )
     for one in args.eval_sets() if entry == "train" else ():
-        if one.sampling.greedy and one.sampling.n_samples > 1:
+        if is_greedy(one.sampling.temperature, one.sampling.top_k) and one.sampling.n_samples > 1:
             yield (
                 f"--eval-prompt-data {one.path}: {one.sampling.n_samples} samples of a prompt repeat the same greedy "
                 "answer (temperature 0, or top_k 1)"

@@ -10,7 +10,7 @@ import numpy as np
 from miles.data.sample import Sample
 from miles.rollout.functions import describe_in, load_function
 
-FLAG = "--dynamic-sampling-filter-path"
+_FLAG = "--dynamic-sampling-filter-path"
 
 
 def nonzero_reward_std(samples: Sequence[Sample]) -> bool:
@@ -25,7 +25,7 @@ def load_filter(path: str, *, timeout_s: float) -> Callable[[list[Sample]], Awai
         ValueError: nothing can be loaded from there; later, when it is awaited, that it raised, took longer than
             `timeout_s` or did not return a bool, naming the group.
     """
-    function = load_function(path, flag=FLAG, arguments=1, awaited=False)
+    function = load_function(path, flag=_FLAG, arguments=1, awaited=False)
 
     def ask(group: list[Sample]) -> tuple[Any, BaseException | None]:
         try:
@@ -35,7 +35,7 @@ def load_filter(path: str, *, timeout_s: float) -> Callable[[list[Sample]], Awai
             return None, error
 
     async def keep(group: list[Sample]) -> bool:
-        asked = f"{FLAG} {path}, asked about group {group[0].group_index}"
+        asked = f"{_FLAG} {path}, asked about group {group[0].group_index}"
         try:
             answer, error = await asyncio.wait_for(asyncio.to_thread(ask, group), timeout_s)
         except TimeoutError:
