@@ -7,10 +7,8 @@ ranks are stand-ins that take a moment for each call and do nothing else, so tha
 import asyncio
 import gc
 import importlib.util
-import inspect
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,30 +191,6 @@ class Manager(RolloutManager):
         return {"batch": batch, "metrics": {"rollout/reward_mean": sum(versions) / NUM_ENGINES}, "warnings": []}
 
 
-class Remote:
-    """An object whose methods are called as those of a Ray actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*words: Any) -> Any:
-            answer = getattr(self._target, name)(*words)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return SimpleNamespace(remote=lambda *words: asyncio.ensure_future(call(*words)))
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A manager sets logging up for its process, which here is that of all tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
 class Program:
     """`train.py` of four rollouts, saved after the second and the last, on stand-ins."""
 
@@ -271,15 +245,19 @@ def world() -> World:
 
 @pytest.fixture
 def program(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_actor: Callable[[Any], Any],
 ) -> Program:
     monkeypatch.setattr(Client, "world", world, raising=False)
     monkeypatch.setattr(Manager, "world", world, raising=False)
     monkeypatch.setattr(weight_sync, "SGLangClient", Client)
-    monkeypatch.setattr(EngineGroup, "_create", lambda self, number: Remote(Keeper(world)))
+    monkeypatch.setattr(EngineGroup, "_create", lambda self, number: as_actor(Keeper(world)))
     placement = SimpleNamespace(bundles={"rollout": [None] * NUM_ENGINES}, cluster=SimpleNamespace(device_kind="cpu"))
     monkeypatch.setattr(online, "create_placement", lambda *_: placement)
-    monkeypatch.setattr(online, "create_rollout_manager", lambda args, engines: Remote(Manager(args, engines)))
+    monkeypatch.setattr(online, "create_rollout_manager", lambda args, engines: as_actor(Manager(args, engines)))
     monkeypatch.setattr(online, "RayTrainGroup", lambda args, *, role, **_: Ranks(world, args, role))
     monkeypatch.setattr(online, "split_train_data_by_dp", lambda args, columns, *, dp_size: columns)
     monkeypatch.setattr(online.ray, "cancel", lambda call: call.cancel())

@@ -1,8 +1,6 @@
 """What the rollout side says before it starts engines, and the figures of a rollout."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +13,8 @@ from miles.data.prompts import PromptSource
 from miles.data.sample import Sample, SampleStatus, read_samples
 from miles.ray.rollout.manager import RolloutManager, _eval_metrics, _prompt_limit, _rollout_metrics
 from miles.reporting.wilson import wilson_interval
-from miles.rollout.filters import nonzero_reward_std
+from miles.rollout.filters import load_filter
 from miles.rollout.groups import GroupSource
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A manager sets logging up for its process, which here is that of all tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +133,11 @@ def make_manager(tmp_path: Path) -> Any:
     return make
 
 
-async def differ(group: list[Sample]) -> bool:
-    return nonzero_reward_std(group)
-
-
 async def test_late_rewards_of_filtered_groups_are_counted_and_named(make_manager: Any) -> None:
     settings = {"over_sampling_batch_size": 2, "dynamic_sampling_max_replacements": 8}
-    rollout = await make_manager({1, 2}, differ, **settings).generate(0)
+    rollout = await make_manager(
+        {1, 2}, load_filter("miles.rollout.filters:nonzero_reward_std", timeout_s=60.0), **settings
+    ).generate(0)
     assert rollout["batch"]["sample_indices"] == [4, 5, 6, 7]
     assert (rollout["metrics"]["rollout/unscored"], rollout["metrics"]["rollout/unscored_replaced"]) == (0, 2)
     assert rollout["warnings"][1:] == [f"judge late on sample {n}; not trained on" for n in (1, 2)]

@@ -1,10 +1,8 @@
 """Sampling alone, interrupted and gone on with: the same rollouts, to the byte, as without the interruption."""
 
 import asyncio
-import inspect
 import json
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,24 +14,10 @@ from miles.data.prompts import PromptSource
 from miles.data.sample import Sample, SampleStatus
 from miles.ray import rollout_only
 from miles.ray.rollout.manager import RolloutManager
-from miles.rollout.filters import nonzero_reward_std
+from miles.rollout.filters import load_filter
 from miles.rollout.groups import GroupSource
 from miles.rollout.preflight import kept_rollout_state
 from miles.utils.tracking_utils.tracking import Tracker
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """A manager sets logging up for its process, which here is that of all tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-async def differ(group: list[Sample]) -> bool:
-    return nonzero_reward_std(group)
 
 
 class Characters:
@@ -55,7 +39,8 @@ class EnginelessManager(RolloutManager):
     async def start(self) -> list[str]:
         assert self._args.prompt_data is not None
         prompts = PromptSource(self._args.prompt_data, tokenizer=Characters(), shuffle=True, seed=3)
-        self._source, self._keep = GroupSource(prompts, samples_per_prompt=2), differ
+        self._source = GroupSource(prompts, samples_per_prompt=2)
+        self._keep = load_filter("miles.rollout.filters:nonzero_reward_std", timeout_s=60.0)
         self._pool: Any = SimpleNamespace(busy_seconds=lambda: [0.0], engines=[])
         self._done = -1
         return []
@@ -82,26 +67,14 @@ class EnginelessManager(RolloutManager):
         return super().state_dict()
 
 
-class Remote:
-    """An object whose methods are called as those of a Ray actor."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*words: Any) -> Any:
-            answer = getattr(self._target, name)(*words)
-            return await answer if inspect.isawaitable(answer) else answer
-
-        return SimpleNamespace(remote=call)
-
-
-async def sample(args: Args, monkeypatch: pytest.MonkeyPatch, *, dies_after: int = -1) -> None:
+async def sample(
+    args: Args, monkeypatch: pytest.MonkeyPatch, as_actor: Callable[[Any], Any], *, dies_after: int = -1
+) -> None:
     manager = EnginelessManager(args, [])
     manager.dies_after = dies_after
     monkeypatch.setattr(rollout_only, "create_placement", lambda *_: None)
     monkeypatch.setattr(rollout_only, "EngineGroup", lambda *_: SimpleNamespace(actors=[]))
-    monkeypatch.setattr(rollout_only, "create_rollout_manager", lambda *_: Remote(manager))
+    monkeypatch.setattr(rollout_only, "create_rollout_manager", lambda *_: as_actor(manager))
     state = kept_rollout_state(args)
     first = 0 if state is None else state["rollout_id"] + 1
     with Tracker(args, resume_step=first + 1 if first else 0) as tracker:
@@ -115,17 +88,19 @@ def made(folder: Path) -> tuple[dict[str, bytes], list[tuple[int, float]]]:
     return files, [(line["step"], line["rollout/reward_mean"]) for line in lines]
 
 
-async def test_interrupted_sampling_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_sampling_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_actor: Callable[[Any], Any]
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(8)))
     settings = {"prompt_data": str(prompts), "num_rollout": 5, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     settings |= {"over_sampling_batch_size": 4, "dynamic_sampling_max_replacements": 4, "rollout_only": True}
     settings |= {"tensorboard": False}
     whole, cut = (Args.build(run_dir=str(tmp_path / name), **settings) for name in ("whole", "cut"))
-    await sample(whole, monkeypatch)
+    await sample(whole, monkeypatch, as_actor)
     with pytest.raises(RuntimeError, match="killed"):
-        await sample(cut, monkeypatch, dies_after=2)
+        await sample(cut, monkeypatch, as_actor, dies_after=2)
     assert (tmp_path / "cut" / "rollouts" / "rollout_000002.jsonl").exists(), "kept, but not counted"
-    await sample(cut.replace(source="flag", resume=True), monkeypatch)
+    await sample(cut.replace(source="flag", resume=True), monkeypatch, as_actor)
     assert made(tmp_path / "cut") == made(tmp_path / "whole")
     assert len(made(tmp_path / "whole")[0]) == 5 + 1

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from miles.data.prompts import PromptSource
 from miles.data.sample import Sample, SampleStatus
-from miles.rollout.filters import nonzero_reward_std
+from miles.rollout.filters import load_filter
 from miles.rollout.groups import GroupSource, collect_groups
 
-
-async def differ(group: list[Sample]) -> bool:
-    return nonzero_reward_std(group)
+DIFFER = load_filter("miles.rollout.filters:nonzero_reward_std", timeout_s=60.0)
 
 
 async def no_group(group: list[Sample]) -> bool:
@@ -72,14 +70,14 @@ async def test_without_a_filter_prompts_come_in_order_and_numbers_run_on(prompts
 
 async def test_equal_rewards_are_replaced_and_surplus_groups_come_first_next_time(prompts: Path) -> None:
     one = source(prompts)
-    result = await collect_groups(one, score, rollout_id=0, wanted=2, at_first=6, keep=differ, max_replacements=8)
+    result = await collect_groups(one, score, rollout_id=0, wanted=2, at_first=6, keep=DIFFER, max_replacements=8)
     assert all(int(prompt) % 3 for prompt in trained(result.groups))
     assert result.num_sampled == 6
     assert result.num_filtered + result.num_left_over + 2 == 6
     leftover = one.take_leftover(9)
     one.put_back(leftover)
     assert len(leftover) == result.num_left_over > 0
-    after = await collect_groups(one, score, rollout_id=1, wanted=2, at_first=2, keep=differ, max_replacements=8)
+    after = await collect_groups(one, score, rollout_id=1, wanted=2, at_first=2, keep=DIFFER, max_replacements=8)
     assert trained(after.groups)[: len(leftover)] == trained(leftover)[:2]
 
 
@@ -127,7 +125,7 @@ async def test_restart_at_any_rollout_trains_the_same_groups(
                 rollout_id=rollout_id,
                 wanted=wanted,
                 at_first=wanted + surplus,
-                keep=differ,
+                keep=DIFFER,
                 max_replacements=6,
             )
             found.append([sample.index for group in result.groups for sample in group])
