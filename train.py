@@ -13,6 +13,7 @@ from miles.contracts.chain import describe_value_pretraining
 from miles.contracts.value_schema import contract_path
 from miles.ray.origins import settle
 from miles.ray.train_state import resume_state
+from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
 from miles.rollout.preflight import check_rollout_inputs, kept_rollout_state, set_aside_earlier_work
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
@@ -27,8 +28,8 @@ from miles.utils.tracking_utils.tracking import init_tracking
 logger = logging.getLogger("train")
 
 
-async def main(args: Args, state: dict[str, Any] | None) -> None:
-    """All rollouts from `state` (None: from the start) to the last."""
+async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None:
+    """All rollouts from `state` (None: from the start) to the last; `inputs` as `run_inputs` has them."""
     from miles.ray.actor_group import TrainingRankLost
     from miles.ray.canary import check_canary
     from miles.ray.online import OnlineTrainer
@@ -42,11 +43,11 @@ async def main(args: Args, state: dict[str, Any] | None) -> None:
         set_aside_earlier_work(args)
     tracker = init_tracking(args, resume_step=first + 1 if first else 0)
     if args.rollout_only:
-        await sample_rollouts(args, tracker, state)
+        await sample_rollouts(args, tracker, state, inputs)
         print(f"rollouts: {args.num_rollout}, kept in {args.run_dir}/rollouts")
         return
-    async with OnlineTrainer(args, tracker, state) as trainer:
-        record_start(args, entry="train", inputs=trainer.inputs)
+    async with OnlineTrainer(args, tracker, state, inputs) as trainer:
+        record_start(args, entry="train", inputs=inputs)
         while first < args.num_rollout:
             try:
                 await run(args, trainer, first)
@@ -90,6 +91,9 @@ if __name__ == "__main__":
         resumed = kept_rollout_state(settings) if settings.rollout_only else resume_state(settings)
         settings = settle(settings, None if settings.rollout_only else resumed)
         check_rollout_inputs(settings)
+        inputs = run_inputs(settings)
+        if resumed is not None:
+            refuse_changed_inputs(settings, resumed["inputs"], inputs)
         # Importing Ray takes a second: after the cheaper refusals.
         from miles.ray.cluster import check_before_ray_starts
         from miles.ray.program import run_program
@@ -104,4 +108,4 @@ if __name__ == "__main__":
             update_run_json(folder, value_pretraining=consumed)
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train.py: {mistake}") from None
-    run_program("train.py", main(settings, resumed))
+    run_program("train.py", main(settings, resumed, inputs))

@@ -102,7 +102,7 @@ def make_samples(count: int, length: int) -> list[Sample]:
 
 async def measure(args: Args, samples: list[Sample], ranks: int, steps: int) -> dict[str, float]:
     """Median seconds of each part of a step."""
-    trainer = OnlineTrainer(args, init_tracking(args), None)
+    trainer = OnlineTrainer(args, init_tracking(args), None, {})
     trainer._actor = simulated_group(args, "actor", ranks)
     trainer._critic = simulated_group(args, "critic", ranks)
     trainer._sync = None

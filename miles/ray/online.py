@@ -30,7 +30,7 @@ from miles.ray.timeline import Timeline
 from miles.ray.train_state import STATE_FILE, STATE_SCHEMA, kl_coef_at, newest_checkpoints, read_train_state
 from miles.ray.weight_sync import WeightSync
 from miles.rollout.engine_pool import LostEngine
-from miles.rollout.inputs import run_inputs
+from miles.rollout.inputs import Inputs
 from miles.utils.tracking_utils.run_folder import read_run_json, update_run_json
 from miles.utils.tracking_utils.tracking import Tracker
 
@@ -56,10 +56,10 @@ class OnlineTrainer:
     figures; a training rank that is lost raises `TrainingRankLost`, and `recover` goes back to the last save.
     """
 
-    def __init__(self, args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
-        """`state`: the save to continue from; None for a fresh run."""
+    def __init__(self, args: Args, tracker: Tracker, state: dict[str, Any] | None, inputs: Inputs) -> None:
+        """`state`: the save to continue from; None for a fresh run. `inputs`: kept in each save."""
         self._seed_args, self._tracker = args, tracker
-        self.inputs = run_inputs(args)
+        self._inputs = inputs
         self._args, self._critic_args = args, args.for_role("critic")
         self._advantages = Advantages(args)
         self._kl = AdaptiveKLController(
@@ -324,7 +324,7 @@ class OnlineTrainer:
             "weight_version": iteration + 1,
             "kl_coef": self._kl.coef,
             "settings": self._seed_args.model_dump(mode="json"),
-            "inputs": self.inputs,
+            "inputs": self._inputs,
             "prompts": await self._manager.state_dict.remote(),
             "actor_checkpoint": new[0],
             "critic_checkpoint": new[1] if self._critic is not None else None,

@@ -11,7 +11,7 @@ from miles.ray.placement_group import create_placement
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
-from miles.rollout.inputs import run_inputs
+from miles.rollout.inputs import Inputs
 from miles.rollout.preflight import publish_rollout_state, rollout_file
 from miles.utils.tracking_utils.run_folder import record_start
 from miles.utils.tracking_utils.tracking import Tracker
@@ -19,11 +19,12 @@ from miles.utils.tracking_utils.tracking import Tracker
 logger = logging.getLogger(__name__)
 
 
-async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | None) -> None:
+async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | None, inputs: Inputs) -> None:
     """Sample, score and keep `num_rollout` rollouts of the model in `hf_checkpoint`.
 
     Args:
         state: where the prompts stand after those that are kept already (`kept_rollout_state`); None keeps none.
+        inputs: what the run reads (`run_inputs`), for the record of its start and of each save.
     """
     assert args.num_rollout is not None and args.run_dir is not None
     digests: list[str] = [] if state is None else list(state["rollouts"])
@@ -32,7 +33,6 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
     await manager.start.remote()
-    inputs = run_inputs(args)
     record_start(args, entry="train", inputs=inputs)
     if state is not None:
         await manager.load_state.remote(state["prompts"])

@@ -11,7 +11,6 @@ from miles.config.rules import saved_to
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import read_sealed, sha256_file
 from miles.contracts.chain import describe_checkpoint, iteration_folder
-from miles.rollout.inputs import refuse_changed_inputs, run_inputs
 from miles.rollout.preflight import refuse_other_prompts
 from miles.utils.tracking_utils.run_folder import read_run_json, refuse_changed_config
 
@@ -80,18 +79,17 @@ def _folder_of_checkpoints(path: Path) -> Path:
 
 
 def check_resume(args: Args, state: dict[str, Any]) -> Args:
-    """Look at all that a resume rests on: settings, prompts and the checkpoints of the save.
+    """Look at what a resume rests on: settings, prompts and the checkpoints of the save.
 
     Returns:
         The settings that load those checkpoints.
 
     Raises:
-        ValueError: a setting or the content of a file differs from the save's, the prompts are others, or a
+        ValueError: a setting differs from the save's, the prompts are others, or a
             checkpoint is not the save's.
     """
     saved = state["settings"]
     refuse_changed_config(args, saved)
-    refuse_changed_inputs(args, state["inputs"], run_inputs(args))
     if args.load_rollouts is None:
         refuse_other_prompts(args, state["prompts"])
         if state["prompts"]["leftover"] and args.n_samples_per_prompt != saved["n_samples_per_prompt"]:

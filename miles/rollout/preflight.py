@@ -18,7 +18,7 @@ from miles.data.prompts import check_prompt_file
 from miles.data.sample import read_samples
 from miles.data.sao import refuse_segments, validate_sao_train_data
 from miles.rollout.functions import load_function
-from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
+from miles.rollout.inputs import Inputs
 from miles.rollout.rewards import LARGEST_REWARD
 from miles.utils.tracking_utils.run_folder import refuse_changed_config
 from miles.utils.tracking_utils.tracking import METRICS_FILE
@@ -120,7 +120,6 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
         if not file.is_file():
             raise ValueError(f"--resume: {file} is missing, though {path.name} counts it")
         _refuse_other_rollout(file, digest)
-    refuse_changed_inputs(args, state["inputs"], run_inputs(args))
     refuse_other_prompts(args, state["prompts"])
     return state
 

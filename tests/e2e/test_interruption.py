@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,8 @@ def test_driver_and_ranks_killed_again_and_again_kl_in_the_reward_two_steps_a_ro
     assert_no_process_left: Callable[..., None],
 ) -> None:
     """faults.md rows 7, 40, 41: another reference, an adaptive penalty, two schedule steps a rollout."""
-    flags = [*replay_flags(kept_rollouts), "--ref-load", make_hf_model(seed=1), "--no-tensorboard"]
+    reference = shutil.copytree(make_hf_model(seed=1), tmp_path / "reference")
+    flags = [*replay_flags(kept_rollouts), "--ref-load", reference, "--no-tensorboard"]
     flags += ["--kl-coef", 0.1, "--kl-loss-type", "k3", "--kl-controller", "adaptive", "--kl-target", 1e-3]
     flags += ["--kl-horizon", 200, "--num-steps-per-rollout", 2, "--lr-decay-style", "cosine", "--lambd", 0.9]
     flags += ["--num-critic-epochs", 2, "--refresh-values"]
@@ -40,6 +42,11 @@ def test_driver_and_ranks_killed_again_and_again_kl_in_the_reward_two_steps_a_ro
     refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
     assert refused.code != 0
     assert "--resume: lr is 0.002, the last save was made with 0.001" in refused.err
+    (reference / "generation_config.json").write_text("{}")
+    refused = run("train.py", *flags, "--resume")
+    assert refused.code != 0
+    assert refused.last_line.startswith(f"train.py: --resume: --ref-load {reference} has another content than when")
+    (reference / "generation_config.json").unlink()
     ended = run("train.py", *flags, "--resume", "--max-restarts", 0, "--fault-injection", "critic@3=kill_critic")
     assert ended.code == 1
     assert "a rank of the critic group died" in ended.last_line

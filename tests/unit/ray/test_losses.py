@@ -215,7 +215,7 @@ class Program:
             **settings,
         )
         try:
-            run_program("train.py", train.main(args, None))
+            run_program("train.py", train.main(args, None, {}))
         except SystemExit as ended:
             code = ended.code
         else:

@@ -54,7 +54,7 @@ class Stage:
     def __init__(self, args: Args, monkeypatch: pytest.MonkeyPatch, *, reward: float = 1.0) -> None:
         self.lines: list[dict[str, Any]] = []
         tracker: Any = SimpleNamespace(log=lambda step, stage, figures: self.lines.append(figures))
-        self.trainer = OnlineTrainer(args, tracker, None)
+        self.trainer = OnlineTrainer(args, tracker, None, {})
         self.actor, self.critic = Group("actor"), Group("critic")
 
         async def rollout(rollout_id: int) -> tuple[dict[str, Any], dict[str, float]]:
@@ -178,7 +178,7 @@ def test_finished_run_that_is_resumed_exits_1_and_says_that_it_is_done(
     spec.loader.exec_module(train)
     args = Args.build(num_rollout=4, run_dir=str(tmp_path), resume=True)
     with pytest.raises(SystemExit) as ended:
-        run_program("train.py", train.main(args, {"rollout_id": 3}))
+        run_program("train.py", train.main(args, {"rollout_id": 3}, {}))
     assert ended.value.code == 1
     assert capsys.readouterr().err == "train.py: --num-rollout 4: the run folder already holds 4 rollouts\n"
     assert list(tmp_path.iterdir()) == []

@@ -75,7 +75,7 @@ class Loop:
         self.further: dict[str, list[Any]] = {}
         """Columns beside those that every rollout has."""
         self.figures: dict[str, float] = {}
-        self._trainer = OnlineTrainer(args, tracker, None)
+        self._trainer = OnlineTrainer(args, tracker, None, {})
 
         async def rollout(rollout_id: int) -> tuple[dict[str, Any], dict[str, float]]:
             indices = [2 * rollout_id, 2 * rollout_id + 1]

@@ -16,6 +16,7 @@ from miles.ray import rollout_only
 from miles.ray.rollout.manager import RolloutManager
 from miles.rollout.filters import load_filter
 from miles.rollout.groups import GroupSource
+from miles.rollout.inputs import run_inputs
 from miles.rollout.preflight import kept_rollout_state
 from miles.utils.tracking_utils.tracking import Tracker
 
@@ -78,7 +79,7 @@ async def sample(
     state = kept_rollout_state(args)
     first = 0 if state is None else state["rollout_id"] + 1
     with Tracker(args, resume_step=first + 1 if first else 0) as tracker:
-        await rollout_only.sample_rollouts(args, tracker, state)
+        await rollout_only.sample_rollouts(args, tracker, state, run_inputs(args))
 
 
 def made(folder: Path) -> tuple[dict[str, bytes], list[tuple[int, float]]]:

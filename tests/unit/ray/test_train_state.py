@@ -21,7 +21,6 @@ from miles.ray.train_state import (
     read_train_state,
     resume_state,
 )
-from miles.rollout.inputs import run_inputs
 from miles.utils.tracking_utils.run_folder import update_run_json
 
 STATE: dict[str, Any] = {
@@ -210,18 +209,6 @@ def test_state_file_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None
     (tmp_path / STATE_FILE).symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=f"^{tmp_path}/{STATE_FILE}: missing"):
         read_train_state(tmp_path)
-
-
-def test_resume_with_a_reward_file_of_another_content_is_refused_unless_allowed(tmp_path: Path) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def score(sample): return 1\n")
-    args, state = saved_run(tmp_path, custom_rm_path=f"{reward}:score")
-    state["inputs"] = run_inputs(args)
-    check_resume(args, state)
-    reward.write_text("def score(sample): return 2\n")
-    with pytest.raises(ValueError, match=r"^--resume: --custom-rm-path .*reward\.py:score has another content"):
-        check_resume(args, state)
-    check_resume(args.replace(source="flag", allow_config_change=["custom_rm_path"]), state)
 
 
 def test_fresh_run_in_the_folder_of_another_and_resume_of_nothing_are_refused(tmp_path: Path) -> None:
