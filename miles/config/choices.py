@@ -111,6 +111,18 @@ def is_hook(estimator: str) -> bool:
     return ":" in estimator
 
 
+def split_function(path: str) -> tuple[str, str]:
+    """Module or file, and name, of a function of the user's.
+
+    Raises:
+        ValueError: the path has another form.
+    """
+    where, _, name = path.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ValueError("a function is written MODULE:FUNCTION or FILE.py:FUNCTION")
+    return where, name
+
+
 def estimator_facts(estimator: str) -> Estimator:
     """What is known of an estimator; a function of the user's may read everything."""
     if is_hook(estimator):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_settings import CliVariadicArg
 
-from miles.config.choices import ESTIMATORS, LEAST_TEMPERATURE, is_hook, is_top_k
+from miles.config.choices import ESTIMATORS, LEAST_TEMPERATURE, is_hook, is_top_k, split_function
 from miles.config.recipes import SAO_BANDS
 
 
@@ -21,9 +21,7 @@ def _lower_case_digest(text: str) -> str:
 
 
 def _hook_path(text: str) -> str:
-    module, _, function = text.rpartition(":")
-    if not module or not function.isidentifier():
-        raise ValueError("a hook is written MODULE:FUNCTION or FILE.py:FUNCTION")
+    split_function(text)
     return text
 
 

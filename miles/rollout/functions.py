@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from miles.config.choices import split_function
+
 _OF_A_FILE = "miles_hook_"
 """What the names of modules begin with that were loaded from a file."""
 
@@ -35,9 +37,10 @@ def load_function(
             function that cannot be called with so many arguments, or an async one that nobody would await.
     """
     given = f"{flag} {path}"
-    where, separator, name = path.rpartition(":")
-    if not separator or not where or not name.isidentifier():
-        raise ValueError(f"{given}: expected package.module:function or file.py:function")
+    try:
+        where, name = split_function(path)
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}") from None
     if where.endswith(".py"):
         module = _load_file(Path(where), given)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles.backends.megatron.checkpoint_identity import find_checkpoint
 from miles.config import Args
-from miles.config.choices import is_hook
+from miles.config.choices import is_hook, split_function
 from miles.config.groups import flag_of
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import sha256_file
@@ -78,7 +78,7 @@ def _of_reference(folder: str) -> dict[str, str]:
 
 
 def _of_function(path: str) -> dict[str, str]:
-    where = path.rpartition(":")[0]
+    where, _ = split_function(path)
     if where.startswith("miles."):
         return {}
     spec = None if where.endswith(".py") else importlib.util.find_spec(where)

@@ -20,7 +20,7 @@ from typing import Any
 from miles.data.sample import Sample
 from miles.rollout.functions import Function, FunctionFailed, describe, function_name, is_async, load_function
 from miles.rollout.reward_worker import HEADER
-from miles.rollout.rewards import BadReward, metadata_texts, rewards_of, takes_all
+from miles.rollout.rewards import BadReward, Scored, call_on, takes_all
 
 _START_S = 300.0
 """The worker imports what the caller has imported just before."""
@@ -62,10 +62,6 @@ class RewardFunction:
     def close(self) -> None:
         """End idle workers; those at work end with their calls."""
         self._runner.close()
-
-
-Scored = tuple[list[float], list[dict[str, Any]]]
-"""Reward and metadata of each sample."""
 
 
 class _Workers:
@@ -201,14 +197,13 @@ class _LoopThread:
             raise FunctionFailed("it was cancelled") from None
 
     async def _score(self, samples: list[Sample]) -> Scored:
-        texts, given = metadata_texts(samples), list(samples)
+        argument, scored = call_on(self._function, samples)
         try:
-            value = await self._function(given if takes_all(self._function) else given[0])
+            value = await self._function(argument)
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             # These would end the loop.
             raise FunctionFailed(describe(error)) from error
-        rewards = rewards_of(value, samples, texts, self._function, given=given)
-        return rewards, [sample.metadata for sample in samples]
+        return scored(value)
 
     async def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
         answered = asyncio.Event()

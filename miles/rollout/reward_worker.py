@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from miles.data.sample import Sample
 from miles.rollout.functions import Function, describe, load_function
-from miles.rollout.rewards import BadReward, metadata_texts, rewards_of, takes_all
+from miles.rollout.rewards import BadReward, call_on
 
 HEADER = struct.Struct("!Q")
 """Length of the pickle that follows it."""
@@ -55,10 +55,8 @@ def _serve(stream: Any) -> None:
 
 def _answer(function: Function, samples: list[Sample]) -> bytes:
     try:
-        texts, given = metadata_texts(samples), list(samples)
-        value = function(given if takes_all(function) else given[0])
-        rewards = rewards_of(value, samples, texts, function, given=given)
-        return pickle.dumps(("scored", rewards, [sample.metadata for sample in samples]))
+        argument, scored = call_on(function, samples)
+        return pickle.dumps(("scored", *scored(function(argument))))
     except BadReward as error:
         return pickle.dumps(("refused", str(error)))
     except TimeoutError:

@@ -7,7 +7,7 @@ import logging
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from miles.data.sample import Sample, SampleStatus
@@ -127,24 +127,28 @@ def _fail(part: list[Sample], what: str, name: str, policy: Policy, error: Excep
         logger.warning("%s; the sample is not trained on", sample.metadata["failure"])
 
 
-def metadata_texts(samples: Sequence[Sample]) -> list[str]:
-    """The metadata of each sample, to tell later what a function wrote there."""
-    return [json.dumps(sample.metadata) for sample in samples]
+Scored = tuple[list[float], list[dict[str, Any]]]
+"""Reward and metadata of each sample."""
 
 
-def rewards_of(
+def call_on(function: Function, samples: list[Sample]) -> tuple[Any, Callable[[Any], Scored]]:
+    """What a function is to be called with for these samples, and what makes `Scored` of its result.
+
+    The latter raises `BadReward`: no finite numbers, a wrong count, a list of samples that the function changed, or
+    metadata that cannot be kept as JSON.
+    """
+    texts, given = [json.dumps(sample.metadata) for sample in samples], list(samples)
+
+    def scored(value: Any) -> Scored:
+        rewards = _rewards_of(value, samples, texts, function, given=given)
+        return rewards, [sample.metadata for sample in samples]
+
+    return given if takes_all(function) else given[0], scored
+
+
+def _rewards_of(
     value: Any, samples: Sequence[Sample], texts: list[str], function: Function, *, given: Sequence[Sample]
 ) -> list[float]:
-    """The reward of each sample out of what the function returned.
-
-    Args:
-        texts: `metadata_texts` before the call.
-        given: the list of the samples that the function could change.
-
-    Raises:
-        BadReward: no finite numbers, a wrong count, a list of samples that it changed, or metadata that cannot be kept
-            as JSON.
-    """
     name = function_name(function)
     if [id(sample) for sample in given] != [id(sample) for sample in samples]:
         raise BadReward(

@@ -38,10 +38,10 @@ def test_load_function_keeps_two_files_of_one_name_apart(hook, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("reward", "expected package.module:function or file.py:function"),
-        ("json:", "expected package.module:function"),
-        (":dumps", "expected package.module:function"),
-        ("json:no such", "expected package.module:function"),
+        ("reward", "a function is written MODULE:FUNCTION or FILE.py:FUNCTION"),
+        ("json:", "a function is written MODULE:FUNCTION"),
+        (":dumps", "a function is written MODULE:FUNCTION"),
+        ("json:no such", "a function is written MODULE:FUNCTION"),
         ("no_such_module_at_all:f", "importing no_such_module_at_all failed: ModuleNotFoundError"),
         ("json:missing", "json has no missing"),
         ("json:__doc__", "__doc__ is a str, not a function"),

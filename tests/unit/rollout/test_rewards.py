@@ -12,7 +12,7 @@ import torch
 
 from miles.data.sample import Sample, SampleStatus
 from miles.rollout.functions import function_name
-from miles.rollout.rewards import metadata_texts, rewards_of, score_samples, takes_all
+from miles.rollout.rewards import call_on, score_samples, takes_all
 
 
 class Here:
@@ -22,11 +22,11 @@ class Here:
         self.function, self.name, self.takes_all = function, function_name(function), takes_all(function)
 
     async def __call__(self, samples, timeout_s):
-        texts, given = metadata_texts(samples), list(samples)
-        value = self.function(given if self.takes_all else given[0])
+        argument, scored = call_on(self.function, samples)
+        value = self.function(argument)
         if inspect.isawaitable(value):
             value = await asyncio.wait_for(value, timeout_s)
-        return rewards_of(value, samples, texts, self.function, given=given)
+        return scored(value)[0]
 
 
 def score(samples, function, **settings):
