@@ -9,6 +9,7 @@ import yaml
 
 from miles.config.args import Args, nearest
 from miles.config.groups import GROUPS, fields_of, flag_of
+from miles.config.rules import generated_saves
 
 NOT_IN_FILES = frozenset({"config", "print_config"})
 """Fields that steer the parse itself and so have no place in a file."""
@@ -52,11 +53,18 @@ def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         ValueError: the file cannot be read, is no mapping of settings, repeats a key or holds an unknown one.
     """
+    return _settings_in(_read(path), path)
+
+
+def _read(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.reason
         raise ValueError(f"--config {path}: cannot be read: {reason}") from None
+
+
+def _settings_in(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         loader = _StrictLoader(text)
     except yaml.reader.ReaderError as error:
@@ -100,19 +108,28 @@ def read_settings(path: str | Path) -> Args:
 def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """As `read_config_file`, without what a resolved file holds though nobody said it.
 
-    These lines `config_yaml` marks: a "default", what was "derived" from other settings of the file (both only where
-    nobody has edited them since), a checkpoint that a "resume" loaded. Beside flags that change what they came from
-    they would stay what they were.
+    These lines `config_yaml` marks: a "default", what was "derived" from other settings of the file, a "generated"
+    folder to save to; all only where nobody has edited them since. Beside flags that change what they came from they
+    would stay what they were.
 
     Raises:
         ValueError: as `read_config_file`, or a value has the wrong type.
     """
-    values, where = read_config_file(path)
-    marks = dict(_MARKED.findall(Path(path).read_text(encoding="utf-8")))
-    followed = {name for name, mark in marks.items() if mark == "resume"}
-    if marked := {name for name, mark in marks.items() if mark == "default" or mark.startswith("derived:")}:
-        args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
-        followed |= {name for name in marked & values.keys() if not args.is_user_set(name)}
+    text = _read(path)
+    values, where = _settings_in(text, path)
+    marks = dict(_MARKED.findall(text))
+    if not marks:
+        return values, where
+    args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
+    saves = generated_saves(args.run_dir) if args.run_dir is not None else {}
+
+    def follows(name: str) -> bool:
+        mark = marks.get(name, "")
+        if mark == "generated":
+            return values[name] == saves.get(name)
+        return (mark == "default" or mark.startswith("derived:")) and not args.is_user_set(name)
+
+    followed = set(filter(follows, values))
     given = {name: value for name, value in values.items() if name not in followed}
     return given, {name: where[name] for name in given}
 

@@ -22,6 +22,8 @@ from miles.config.choices import (
     OF_ROLLOUT_ENGINE,
     estimator_facts,
     is_greedy,
+    is_hook,
+    split_function,
 )
 from miles.config.groups import (
     AlgorithmGroup,
@@ -262,9 +264,10 @@ def _online(args: Args) -> Iterator[str]:
         yield f"--prompt-data {args.prompt_data}: {_what_is_there(args.prompt_data)}"
     for field in ("custom_rm_path", "dynamic_sampling_filter_path", "advantage_estimator"):
         path = getattr(args, field)
-        module = "" if path is None else path.rpartition(":")[0]
-        if module.endswith(".py") and not Path(module).is_file():
-            yield f"{flag_of(field)} {path}: no such file {module}"
+        if path is not None and is_hook(path):
+            where, _ = split_function(path)
+            if where.endswith(".py") and not Path(where).is_file():
+                yield f"{flag_of(field)} {path}: no such file {where}"
     try:
         faults = args.faults()
     except ValueError as error:
@@ -666,6 +669,12 @@ def saved_to(args: Args, entry: Entry) -> tuple[str, ...]:
     if entry == "train_value" and args.value_pretrain_eval_only:
         return ()
     return tuple("save" if role == "actor" else "critic_save" for role in roles_of(args, entry))
+
+
+def generated_saves(run_dir: str) -> dict[str, str]:
+    """Where an online run saves to that names no folder, by setting."""
+    folder = Path(run_dir) / "checkpoints"
+    return {"save": str(folder / "actor"), "critic_save": str(folder / "critic")}
 
 
 def _size(count: int) -> str:

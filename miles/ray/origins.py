@@ -12,6 +12,7 @@ from miles.contracts.artifact import check_checkpoint_listing
 from miles.contracts.chain import iteration_folder
 from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
 from miles.ray.train_state import check_resume
+from miles.utils.tracking_utils.run_folder import STARTED_FROM
 from miles.value_pretraining import check_critic_listing, check_online_contract, check_passed_report, objective_args
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ _HEAD = ("value_loss_type", "value_num_bins", "value_reward_range", "value_targe
 
 def settle(args: Args, state: dict[str, Any] | None) -> Args:
     """Settings with the value head of the critic that the run starts from, whose checkpoints are all looked at.
+
+    On a resume these also say what the run started from, where that was left out.
 
     Args:
         state: the save that a resumed run goes on from. What the run began with is not read again: it may have gone
@@ -34,7 +37,9 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
     if args.canary_one_step:
         args = args.replace(source="canary", num_rollout=1)
     if state is not None:
-        unstated = {name: state["settings"][name] for name in _HEAD if args.source_of(name) == "default"}
+        # Recorded with the rest, so that config.yaml makes the same run again.
+        began = {*_HEAD, *STARTED_FROM}
+        unstated = {name: state["settings"][name] for name in began if args.source_of(name) == "default"}
         args = args.replace(source="resume", **unstated)
         check_identities(check_resume(args, state))
         return args

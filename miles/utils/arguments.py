@@ -20,7 +20,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from miles.config.args import Args, Entry
 from miles.config.files import config_yaml, user_settings
 from miles.config.groups import GROUPS, fields_of, flag_of
-from miles.config.rules import check
+from miles.config.rules import check, generated_saves
 from miles.contracts.canonical import error_text
 from miles.utils.strict_parser import StrictParser
 
@@ -126,10 +126,6 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
         raise ValueError(textwrap.shorten(str(error), 300)) from None
     config = flags.get("config")
     from_file, where = user_settings(config) if config else ({}, {})
-    manifest = (from_file | flags).get("value_pretrain_manifest")
-    if (entry or ("train" if manifest is None else "train_value")) == "train":
-        # They are where another run of these settings saves to: this one's follow from its own folder.
-        from_file = {name: value for name, value in from_file.items() if value != _generated(from_file).get(name)}
     sources = dict.fromkeys(from_file, f"file:{config}") | dict.fromkeys(flags, "flag")
     values = from_file | flags
     args = Args.from_values(values, sources, where={name: text for name, text in where.items() if name not in flags})
@@ -139,19 +135,11 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
         args = args.replace(source="generated", run_dir=f"runs/{name}-{stamp}-{os.getpid()}")
     if args.save is None and (entry or _entry_of(args)) == "train":
         assert args.run_dir is not None
-        folders = _generated({"run_dir": args.run_dir})
+        folders = generated_saves(args.run_dir)
         if args.critic_save is not None:
             del folders["critic_save"]
         args = args.replace(source="generated", **folders)
     return args, args.print_config
-
-
-def _generated(settings: dict[str, Any]) -> dict[str, str]:
-    """Where an online run saves to that names no folder."""
-    if not isinstance(settings.get("run_dir"), str):
-        return {}
-    folder = Path(settings["run_dir"]) / "checkpoints"
-    return {"save": str(folder / "actor"), "critic_save": str(folder / "critic")}
 
 
 def _entry_of(args: Args) -> Entry:

@@ -152,7 +152,7 @@ def _placed(settings: dict[str, Any]) -> dict[str, Any]:
 _OF_THE_PROMPT_STREAM = frozenset({"rollout_seed", "rollout_shuffle"})
 """Settings that make the order of the prompts, in which a run has a place."""
 
-_STARTED_FROM = frozenset({"load", "critic_load", "critic_value_eval_report", "critic_value_pretrain_contract_sha256"})
+STARTED_FROM = frozenset({"load", "critic_load", "critic_value_eval_report", "critic_value_pretrain_contract_sha256"})
 """Settings that a run reads once, before its first save."""
 
 
@@ -185,7 +185,7 @@ def refuse_changed_config(args: Args, saved: dict[str, Any] | None = None) -> No
         if field not in then or now[field] == then[field]:
             continue
         differs = f"--resume: {field} is {now[field]!r}, the {whose} with {then[field]!r}"
-        if field in _STARTED_FROM and saved is not None:
+        if field in STARTED_FROM and saved is not None:
             if now[field] is not None:
                 lines.append(f"{differs}; it has no effect, the run goes on from its save: leave it out")
         elif field in _OF_THE_PROMPT_STREAM or (field == "load_rollouts" and None in (now[field], then[field])):

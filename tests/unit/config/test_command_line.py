@@ -237,6 +237,13 @@ def test_config_of_a_run_serves_another_run_folder_which_saves_to_its_own(
         assert args.source_of("save") == "generated"
     elsewhere = ["--run-dir", f"{tmp_path}/second", "--save", f"{tmp_path}/elsewhere"]
     assert parse_args(["--config", str(file), *elsewhere], entry="train").save == f"{tmp_path}/elsewhere"
+    # The very same folder, as somebody's own word.
+    file.write_text(file.read_text().replace("# generated", "# mine"))
+    own = parse_args(["--config", str(file), "--run-dir", f"{tmp_path}/second"], entry="train")
+    assert (own.save, own.critic_save) == (
+        f"{tmp_path}/first/checkpoints/actor",
+        f"{tmp_path}/first/checkpoints/critic",
+    )
 
 
 @pytest.mark.parametrize(
@@ -294,14 +301,16 @@ def test_file_by_hand_keeps_what_is_equal_to_what_would_follow(
     assert (args.eps_clip, args.eps_clip_high) == (0.1, 0.2)
 
 
-def test_config_of_a_resumed_run_starts_from_nothing(
+def test_config_of_a_resumed_run_begins_as_that_run_began(
     online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
 ) -> None:
     file = tmp_path / "config.yaml"
-    args = parse_args(as_flags(online), entry="train")
-    file.write_text(config_yaml(args.replace(source="resume", load="here", critic_load="there")))
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "latest").write_text("iter_0000001\n")
+    began = {"load": f"{tmp_path}/actor", "value_loss_type": "classification", "value_num_bins": 21}
+    file.write_text(config_yaml(parse_args(as_flags(online), entry="train").replace(source="resume", **began)))
     args = parse_args(["--config", str(file)], entry="train")
-    assert (args.load, args.critic_load) == (None, None)
+    assert {name: getattr(args, name) for name in began} == began
 
 
 def test_print_config_shows_a_configuration_that_would_be_refused(capsys: pytest.CaptureFixture[str]) -> None:

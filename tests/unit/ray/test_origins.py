@@ -1,7 +1,9 @@
 """Checkpoints that a run starts from are identified before Ray, contract or not."""
 
+import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity
 from miles.config import Args
 from miles.contracts.artifact import write_checkpoint_manifest
+from miles.contracts.chain import describe_checkpoint
 from miles.ray.origins import settle
+from miles.ray.train_state import newest_checkpoints
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -130,3 +134,28 @@ def test_checkpoint_whose_files_are_gone_or_cut_off_is_refused_by_flag_and_file(
     shard.unlink()
     with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {shard}: listed in .* but missing"):
         settle(args, None)
+
+
+def test_resume_that_leaves_out_what_the_run_began_with_records_it_and_loads_the_save(tmp_path: Path) -> None:
+    model, run = write_model(tmp_path / "model"), tmp_path / "run"
+    seed, prompts = write_checkpoint(tmp_path / "seed", model), tmp_path / "train.jsonl"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n')
+    head = {"value_loss_type": "classification", "value_num_bins": 21}
+    places = {"run_dir": str(run), "save": str(run / "actor"), "prompt_data": str(prompts)}
+    common = {"hf_checkpoint": str(model), "advantage_estimator": "grpo", **places}
+    began = Args.build(load=str(seed), **head, **common)
+    saved = write_checkpoint(run / "actor", model)
+    state = {
+        "settings": json.loads(json.dumps(began.model_dump(mode="json"))),
+        "iteration": 1,
+        "prompts": {"sha256": hashlib.sha256(prompts.read_bytes()).hexdigest(), "leftover": []},
+        "actor_checkpoint": describe_checkpoint(run, saved / "iter_0000001"),
+    }
+    resumed = settle(Args.build(resume=True, **common), state)
+    assert {name: getattr(resumed, name) for name in head} == head
+    assert (resumed.load, resumed.source_of("load")) == (str(seed), "resume")
+    assert newest_checkpoints(resumed, state).load == str(saved / "iter_0000001")
+    shutil.rmtree(seed)
+    assert settle(Args.build(resume=True, **common), state) == resumed, "what it began with is read again"
+    with pytest.raises(ValueError, match=r"--resume: load is '.*/model', the last save was made with '.*/seed'"):
+        settle(Args.build(resume=True, load=str(model), **common), state)
