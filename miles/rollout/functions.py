@@ -62,6 +62,16 @@ def load_function(
     return function
 
 
+def source_file(path: str) -> Path | None:
+    """The file that a user's function is loaded from; None for one of miles itself, or of no file."""
+    where, _ = split_function(path)
+    if where.startswith("miles."):
+        return None
+    spec = None if where.endswith(".py") else importlib.util.find_spec(where)
+    file = Path(where if spec is None else spec.origin or "")
+    return file if file.is_file() else None
+
+
 def _refuse_other_arguments(function: Function, count: int, given: str) -> None:
     try:
         signature = inspect.signature(function)

@@ -1,7 +1,6 @@
 """What a run reads of files that others may change: digests, taken at its start and compared when it goes on."""
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any
 
 from miles.backends.megatron.checkpoint_identity import find_checkpoint
 from miles.config import Args
-from miles.config.choices import is_hook, split_function
+from miles.config.choices import is_hook
 from miles.config.groups import flag_of
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import sha256_file
+from miles.rollout.functions import source_file
 
 _MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", ".tiktoken"})
 _MODEL_TEXTS = frozenset({"merges.txt", "vocab.txt"})
@@ -78,12 +78,8 @@ def _of_reference(folder: str) -> dict[str, str]:
 
 
 def _of_function(path: str) -> dict[str, str]:
-    where, _ = split_function(path)
-    if where.startswith("miles."):
-        return {}
-    spec = None if where.endswith(".py") else importlib.util.find_spec(where)
-    file = Path(where if spec is None else spec.origin or "")
-    return {file.name: sha256_file(file)} if file.is_file() else {}
+    file = source_file(path)
+    return {} if file is None else {file.name: sha256_file(file)}
 
 
 def _of_large_file(path: Path) -> str:

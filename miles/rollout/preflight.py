@@ -182,8 +182,8 @@ def _refuse_earlier_work(args: Args) -> None:
 
 
 def _check_kept_rollouts(args: Args, folder: Path) -> None:
-    assert args.num_rollout is not None
-    files = [rollout_file(folder, rollout_id) for rollout_id in range(args.num_rollout)]
+    assert args.rollouts_to_run is not None
+    files = [rollout_file(folder, rollout_id) for rollout_id in range(args.rollouts_to_run)]
     for file in files:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")

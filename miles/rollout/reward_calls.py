@@ -17,8 +17,17 @@ import sys
 import threading
 from typing import Any
 
+from miles.contracts.canonical import sha256_file
 from miles.data.sample import Sample
-from miles.rollout.functions import Function, FunctionFailed, describe, function_name, is_async, load_function
+from miles.rollout.functions import (
+    Function,
+    FunctionFailed,
+    describe,
+    function_name,
+    is_async,
+    load_function,
+    source_file,
+)
 from miles.rollout.reward_worker import HEADER
 from miles.rollout.rewards import BadReward, Scored, call_on, takes_all
 
@@ -37,20 +46,24 @@ class RewardFunction:
     """A user's reward function, as `score_samples` takes it. Samples change in reward and metadata alone.
 
     A plain function is imported again by each worker process, which is kept: what it holds in its module is kept
-    there too, and is not shared. `concurrency` bounds the workers, beside the number of cores.
+    there too, and is not shared. A worker that finds another file than this process did is refused (`BadReward`).
+    `concurrency` bounds the workers, beside the number of cores.
 
     Raises:
         ValueError: nothing can be loaded from `path`, which was given as `flag`.
     """
 
     def __init__(self, path: str, *, concurrency: int, flag: str = "function path") -> None:
+        file = source_file(path)
+        # Before it is imported: what changes in between is told by the first process.
+        source = None if file is None else sha256_file(file)
         function = load_function(path, flag=flag)
         self.name = function_name(function)
         self.takes_all = takes_all(function)
         if is_async(function):
             self._runner: _Workers | _LoopThread = _LoopThread(function)
         else:
-            self._runner = _Workers(path, flag, min(concurrency, len(os.sched_getaffinity(0))))
+            self._runner = _Workers((path, flag, source), min(concurrency, len(os.sched_getaffinity(0))))
 
     async def __call__(self, samples: list[Sample], timeout_s: float) -> list[float]:
         """See `Reward`."""
@@ -67,8 +80,9 @@ class RewardFunction:
 class _Workers:
     """Processes that are started as they are needed, kept, and killed when a call is late or given up."""
 
-    def __init__(self, path: str, flag: str, size: int) -> None:
-        self._function = (path, flag)
+    def __init__(self, function: tuple[str, str, str | None], size: int) -> None:
+        """`function`: its path, how that was given, and the SHA-256 of its file."""
+        self._function = function
         self._free = asyncio.Semaphore(size)
         self._idle: list[_Worker] = []
 

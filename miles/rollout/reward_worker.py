@@ -1,7 +1,8 @@
 """A process that calls one plain reward function: what holds the function up can be ended with it.
 
-`miles.rollout.reward_calls` starts it. Over a socket it gets the function's path, and answers once that is imported;
-then each request is a list of samples. An answer is a kind and what belongs to it:
+`miles.rollout.reward_calls` starts it. Over a socket it gets the function's path, how that was given and the SHA-256
+of its file, and answers once that is imported; then each request is a list of samples. An answer is a kind and what
+belongs to it:
 
     ("ready",)  ("scored", rewards, metadata of each sample)  ("late",)
     ("refused", line)  ("failed", error in one line, traceback)
@@ -16,8 +17,9 @@ import struct
 import traceback
 from typing import Any, BinaryIO
 
+from miles.contracts.canonical import sha256_file
 from miles.data.sample import Sample
-from miles.rollout.functions import Function, describe, load_function
+from miles.rollout.functions import Function, describe, load_function, source_file
 from miles.rollout.rewards import BadReward, call_on
 
 HEADER = struct.Struct("!Q")
@@ -37,9 +39,10 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(stream: Any) -> None:
-    path, flag = _receive(stream)
+    path, flag, source = _receive(stream)
     try:
         function = load_function(path, flag=flag)
+        _refuse_other_source(path, flag, source)
     except ValueError as error:
         _send(stream, pickle.dumps(("refused", str(error))))
         return
@@ -51,6 +54,16 @@ def _serve(stream: Any) -> None:
             # A child that the function forked and let return: its answer would be taken for that of the next sample.
             os._exit(0)
         _send(stream, answer)
+
+
+def _refuse_other_source(path: str, flag: str, source: str | None) -> None:
+    """Raise ValueError if the function's file is not the one that the first processes loaded."""
+    file = source_file(path)
+    if file is not None and sha256_file(file) != source:
+        raise ValueError(
+            f"{flag} {path}: {file} changed while the run went on, so it would score with two functions: put it back "
+            "and go on with --resume, or accept the change with --allow-config-change custom_rm_path"
+        )
 
 
 def _answer(function: Function, samples: list[Sample]) -> bytes:

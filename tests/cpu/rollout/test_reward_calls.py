@@ -308,6 +308,22 @@ async def test_workers_are_kept_and_one_that_died_idle_is_replaced(load: Callabl
     assert sample.reward == 1.0
 
 
+async def test_worker_that_finds_another_file_than_the_first_did_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(sample): return 1.0\n")
+    reward = RewardFunction(f"{file}:score", concurrency=2, flag="--custom-rm-path")
+    samples = make_samples(2)
+    try:
+        assert await score_samples(samples[:1], reward, timeout_s=30) == []
+        file.write_text("def score(sample): return 777.0\n")
+        assert await score_samples(samples[:1], reward, timeout_s=30) == []
+        assert samples[0].reward == 1.0
+        with pytest.raises(ValueError, match=rf"^--custom-rm-path {file}:score: {file} changed while the run went on"):
+            await score_samples(samples, reward, timeout_s=30)
+    finally:
+        reward.close()
+
+
 async def test_call_that_is_given_up_ends_its_process(tmp_path: Path, load: Callable[..., RewardFunction]) -> None:
     (sample,) = make_samples(1)
     sample.label = str(tmp_path / "pids")
