@@ -268,6 +268,11 @@ class Args(
         assert self.critic_num_nodes is not None and self.critic_num_gpus_per_node is not None
         return self.critic_num_nodes * self.critic_num_gpus_per_node
 
+    @property
+    def rollouts_to_run(self) -> int | None:
+        """Rollouts after which a start ends: `num_rollout`, of which a canary makes the first."""
+        return 1 if self.canary_one_step and self.num_rollout is not None else self.num_rollout
+
     def optimizer_steps(self, role: Role) -> int | None:
         """Optimizer steps of a role in the whole of an online run, None where its length is not known.
 

@@ -34,7 +34,7 @@ def _estimator(text: str) -> str:
 
 
 def _recipe(domain: Any) -> Any:
-    if domain is not None and domain not in SAO_BANDS:
+    if domain is not None and (not isinstance(domain, str) or domain not in SAO_BANDS):
         raise ValueError(f"unknown SAO online recipe: {domain}; must be one of {', '.join(SAO_BANDS)}")
     return domain
 

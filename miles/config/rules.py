@@ -182,8 +182,7 @@ def _decay_of_role(args: Args, entry: Entry, role: Role) -> Iterator[str]:
     own = args.for_role(role)
     if own.min_lr > own.lr:
         yield f"--min-lr {own.min_lr} is above the peak learning rate {own.lr} of the @role"
-    run = args.replace(source="canary", num_rollout=1) if args.canary_one_step else args
-    steps = args.lr_decay_iters or (args.num_rollout if entry == "train_value" else run.optimizer_steps(role))
+    steps = args.lr_decay_iters or (args.num_rollout if entry == "train_value" else args.optimizer_steps(role))
     if steps is not None and own.lr_warmup_iters >= steps:
         end = f"--lr-decay-iters {steps}" if args.lr_decay_iters else f"the {steps} optimizer steps of the run"
         yield f"{flag_of('lr_warmup_iters', role)} {own.lr_warmup_iters} must be below {end}"
@@ -214,14 +213,24 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
         yield f"--save and --critic-save name the same folder {args.save}"
 
 
-def _value_head(args: Args, entry: Entry) -> Iterator[str]:
+def check_value_head(args: Args) -> None:
+    """Check the rules of an online run's value head once what the critic starts from has stated it.
+
+    Raises:
+        ValueError: a line for each broken one.
+    """
+    if problems := [*_value_head(args, "train", settled=True)]:
+        raise ValueError("\n".join(problems))
+
+
+def _value_head(args: Args, entry: Entry, *, settled: bool = False) -> Iterator[str]:
     low, high = args.value_reward_range
     if low >= high:
         yield f"--value-reward-range {low} {high}: the lower end must be below the upper"
     if args.value_loss_type == "classification" and args.value_num_bins < 2:
         yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
     # A contract in --critic-load states the head, which is compared with what the user states of it.
-    stated_elsewhere = args.critic_load is not None and args.source_of("value_loss_type") == "default"
+    stated_elsewhere = not settled and args.critic_load is not None and args.source_of("value_loss_type") == "default"
     if "critic" not in roles_of(args, entry) or stated_elsewhere:
         return
     if args.value_loss_type == "mse":
@@ -276,8 +285,9 @@ def _online(args: Args) -> Iterator[str]:
     for fault, text in zip(faults, args.fault_injection, strict=True):
         if fault.action == "kill_critic" and not args.has_critic:
             yield f"--fault-injection {text}: the run has no critic"
-        if args.num_rollout is not None and fault.step > args.num_rollout:
-            yield f"--fault-injection {text}: the run ends with step {args.num_rollout} (--num-rollout)"
+        if args.rollouts_to_run is not None and fault.step > args.rollouts_to_run:
+            which = "--canary-one-step" if args.canary_one_step else "--num-rollout"
+            yield f"--fault-injection {text}: the run ends with step {args.rollouts_to_run} ({which})"
     if args.rollout_num_gpus % args.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} is not divisible by --rollout-num-gpus-per-engine "

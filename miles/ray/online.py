@@ -247,8 +247,8 @@ class OnlineTrainer:
         self._log(step, figures, timeline, tokens=tokens)
         return figures
 
-    async def _rollout(self, rollout_id: int) -> tuple[Batch, Figures]:
-        work = asyncio.ensure_future(self._with_engines(self._manager.generate.remote(rollout_id)))
+    async def _rollout(self, rollout_id: int, *, keep: bool = True) -> tuple[Batch, Figures]:
+        work = asyncio.ensure_future(self._with_engines(self._manager.generate.remote(rollout_id, keep=keep)))
         if self._faults.expects("generate", rollout_id + 1):
             under_way = asyncio.ensure_future(self._manager.first_request.remote())
             await asyncio.wait({work, under_way}, return_when=asyncio.FIRST_COMPLETED)
@@ -442,7 +442,7 @@ class OnlineTrainer:
     async def engine_log_prob_difference(self, rollout_id: int) -> float:
         """Largest difference of the engine's and the actor's log-probs on a fresh rollout, same weights."""
         await self._manager.discard_leftover.remote()
-        batch, _ = await self._rollout(rollout_id)
+        batch, _ = await self._rollout(rollout_id, keep=False)
         ours = await self._actor.compute_log_probs(self._shards(self._actor, batch))
         return _largest_difference(ours, dict(zip(batch["sample_indices"], batch["rollout_log_probs"], strict=True)))
 
@@ -451,7 +451,7 @@ class OnlineTrainer:
 
         A check for canaries: what a resumed run would start from answers like what was saved.
         """
-        batch, _ = await self._rollout(rollout_id)
+        batch, _ = await self._rollout(rollout_id, keep=False)
         before = await self._read(batch)
         assert self._args.run_dir is not None
         self._state = read_train_state(self._args.run_dir)

@@ -140,8 +140,11 @@ class RolloutManager:
 
     # ---------------------------------------------------------------- samples
 
-    async def generate(self, rollout_id: int) -> dict[str, Any]:
+    async def generate(self, rollout_id: int, *, keep: bool = True) -> dict[str, Any]:
         """Sample and score one rollout and keep it in the run folder; or read it where rollouts are loaded.
+
+        Args:
+            keep: it is trained on; one that something is only compared on stays in no folder.
 
         Returns:
             "batch": the column batch; "metrics": figures by their stable names; "warnings": lines for the user, who
@@ -155,7 +158,8 @@ class RolloutManager:
             samples = self._kept_rollout(Path(self._args.load_rollouts), rollout_id)
             return {"batch": samples_to_batch(samples), "metrics": _rollout_metrics(samples), "warnings": []}
         samples, failures, metrics = await self._sample_rollout(rollout_id)
-        self._keep_samples(samples, rollout_id)
+        if keep:
+            self._keep_samples(samples, rollout_id)
         warnings = self._take_notes() + _shortened([f"{failure}; not trained on" for failure in failures])
         if filled := metrics.get("rollout/groups_filled_up"):
             warnings.append(f"{filled:.0f} filtered groups fill up: --dynamic-sampling-max-replacements is reached")

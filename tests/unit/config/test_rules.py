@@ -138,10 +138,6 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
         "--critic-lr-warmup-iters 6 must be below the 6 optimizer steps of the run",
     ),
     (
-        {"lr_decay_style": "linear", "canary_one_step": True, "lr_warmup_iters": 1},
-        "--lr-warmup-iters 1 must be below the 1 optimizer steps of the run",
-    ),
-    (
         {"critic_value_eval_report": "report.json"},
         "--critic-value-eval-report speaks of the critic in --critic-load, which is not given",
     ),
@@ -863,6 +859,16 @@ def test_recipes_print_no_warning_for_what_they_set(online: dict[str, Any], plan
             if "eval_prompt_data" in settings:
                 settings["eval_prompt_data"] = online["prompt_data"]
             assert check(Args.from_values(settings, dict.fromkeys(settings, "file:run.yaml")), entry="train") == []
+
+
+def test_canary_ends_after_one_rollout_and_takes_the_first_step_of_the_whole_schedule(online: dict[str, Any]) -> None:
+    settings = online | {"num_rollout": 30, "lr_decay_style": "cosine", "lr_warmup_iters": 10}
+    canary = Args.build(**settings, canary_one_step=True)
+    check(canary, entry="train")
+    assert (canary.rollouts_to_run, canary.num_rollout) == (1, 30)
+    assert canary.optimizer_steps("actor") == Args.build(**settings).optimizer_steps("actor")
+    with pytest.raises(ValueError, match=r"save@2=kill_actor: the run ends with step 1 \(--canary-one-step\)"):
+        check(canary.replace(source="flag", fault_injection=["save@2=kill_actor"]), entry="train")
 
 
 def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:

@@ -27,11 +27,11 @@ class Remote:
         self._target = target
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*words: Any) -> Any:
-            answer = getattr(self._target, name)(*words)
+        async def call(*words: Any, **named: Any) -> Any:
+            answer = getattr(self._target, name)(*words, **named)
             return await answer if inspect.isawaitable(answer) else answer
 
-        return SimpleNamespace(remote=lambda *words: asyncio.ensure_future(call(*words)))
+        return SimpleNamespace(remote=lambda *words, **named: asyncio.ensure_future(call(*words, **named)))
 
 
 @pytest.fixture

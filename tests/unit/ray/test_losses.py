@@ -174,7 +174,7 @@ class Manager(RolloutManager):
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
-    async def generate(self, rollout_id: int) -> dict[str, Any]:
+    async def generate(self, rollout_id: int, *, keep: bool = True) -> dict[str, Any]:
         asked = [engine.generate([1], SamplingParams(max_new_tokens=1)) for engine in self._pool.engines]
         asked = [asyncio.ensure_future(one) for one in asked]
         await self.world.reach(f"rollout {rollout_id}")

@@ -52,9 +52,9 @@ class EnginelessManager(RolloutManager):
     async def next_lost_engine(self) -> Any:
         await asyncio.Event().wait()
 
-    async def generate(self, rollout_id: int) -> dict[str, Any]:
+    async def generate(self, rollout_id: int, *, keep: bool = True) -> dict[str, Any]:
         self._done = rollout_id
-        return await super().generate(rollout_id)
+        return await super().generate(rollout_id, keep=keep)
 
     async def _run(self, samples: list[Sample], *, rollout_id: int, sampling: Any = None) -> None:
         for sample in samples:
