@@ -84,9 +84,26 @@ def _parse_row(
         return row
     if not messages_allowed:
         raise ValueError(f"{where}: {input_key!r} must be a string (messages need apply_chat_template)")
-    if not (isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)):
+    if not (isinstance(prompt, list) and prompt):
         raise ValueError(f"{where}: {input_key!r} must be a string or a list of messages with a role")
+    for number, message in enumerate(prompt):
+        if (problem := _problem_of_message(message)) is not None:
+            raise ValueError(f"{where}: message {number} of {input_key!r} {problem}")
     return row
+
+
+def _problem_of_message(message: Any) -> str | None:
+    """Why a template would write something else than what was meant; most write what is missing as nothing."""
+    if not isinstance(message, dict):
+        return f"must be an object, got {type(message).__name__}"
+    if not isinstance(message.get("role"), str):
+        return f"must have a role that is text; it has {sorted(message)}"
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return None
+    if "content" not in message:
+        return f"must have content; it has {sorted(message)}"
+    return f"must have content that is text, got {type(content).__name__}"
 
 
 def _digest64(line: bytes) -> int:
@@ -193,7 +210,7 @@ class PromptSource:
                 if line.strip():
                     row = self._parse(line, number)
                     seen_keys.update(row)
-                    pending.append((number, offset, _digest64(line), self._render(row)))
+                    pending.append((number, offset, _digest64(line), self._render(row, number)))
                     if len(pending) == _TOKENIZE_ROWS:
                         flush()
                 offset += len(line)
@@ -216,12 +233,16 @@ class PromptSource:
             messages_allowed=self._template is not None,
         )
 
-    def _render(self, row: dict[str, Any]) -> str:
+    def _render(self, row: dict[str, Any], number: int) -> str:
         prompt = row[self._keys[0]]
         if self._template is None:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return self._template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            # A template is the model's own program, and may refuse an order of roles.
+            raise ValueError(f"{self.path}:{number}: the chat template: {type(error).__name__}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._line_numbers)
@@ -240,7 +261,7 @@ class PromptSource:
         _, label_key, metadata_key = self._keys
         return PromptRow(
             index=index,
-            prompt=self._render(row),
+            prompt=self._render(row, number),
             tokens=self._tokens[self._token_ends[index] : self._token_ends[index + 1]].tolist(),
             label=row.get(label_key),
             metadata=row.get(metadata_key) or {},

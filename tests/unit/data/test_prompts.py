@@ -1,5 +1,6 @@
 """The prompt stream: complete epochs, exact resumption, clear refusals."""
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.data.prompts import PromptSource
+from miles.data.prompts import PromptSource, check_prompt_file
 
 
 def write(path: Path, rows: list) -> Path:
@@ -164,6 +165,39 @@ def test_prompts_chat_template_brings_its_own_special_tokens(tmp_path, char_toke
     assert [source[i].prompt for i in (0, 1)] == ["<user>1+1<assistant>", "<user>1<user>2<assistant>"]
     tokens = source[0].tokens
     assert (tokens[0], tokens[-1], len(tokens)) == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "contents": "1"}, r"message 1 of 'prompt' must have content; it has \['contents', 'role'\]"),
+        ({"role": "user", "content": None}, "must have content that is text, got NoneType"),
+        ({"role": "user", "content": [{"type": "text", "text": "1"}]}, "must have content that is text, got list"),
+        ({"content": "1"}, "must have a role that is text"),
+        ({"role": 1, "content": "1"}, "must have a role that is text"),
+        ("1", "must be an object, got str"),
+    ],
+)
+def test_message_that_a_template_would_write_otherwise_is_refused_by_line(tmp_path, char_tokenizer, message, problem):
+    path = write(tmp_path / "chat.jsonl", [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}, message]}])
+    with pytest.raises(ValueError, match=rf"^{path}:2: .*{problem}"):
+        check_prompt_file(path, input_key="prompt", metadata_key="metadata", apply_chat_template=True)
+    with pytest.raises(ValueError, match=rf"^{path}:2: .*{problem}"):
+        PromptSource(path, tokenizer=char_tokenizer, apply_chat_template=True)
+
+
+def test_message_that_calls_a_tool_needs_no_content(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    path = write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "1"}, call]}])
+    check_prompt_file(path, input_key="prompt", metadata_key="metadata", apply_chat_template=True)
+
+
+def test_template_that_refuses_an_order_of_roles_is_told_with_the_line(tmp_path, char_tokenizer):
+    char_tokenizer = copy.copy(char_tokenizer)
+    char_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    path = write(tmp_path / "chat.jsonl", [{"prompt": "1"}])
+    with pytest.raises(ValueError, match=rf"^{path}:1: the chat template: TemplateError: roles must alternate"):
+        PromptSource(path, tokenizer=char_tokenizer, apply_chat_template=True)
 
 
 def test_prompts_more_rows_than_one_tokenizer_call_keep_their_ids(tmp_path, char_tokenizer):
