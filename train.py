@@ -9,9 +9,7 @@ import logging
 from typing import Any
 
 from miles.config import Args
-from miles.contracts.chain import describe_value_pretraining
-from miles.contracts.value_schema import contract_path
-from miles.ray.origins import settle
+from miles.ray.origins import consumed_critic, settle
 from miles.ray.train_state import resume_state
 from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
 from miles.rollout.preflight import check_rollout_inputs, kept_rollout_state, set_aside_earlier_work
@@ -35,10 +33,11 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
     from miles.ray.online import OnlineTrainer
     from miles.ray.rollout_only import sample_rollouts
 
-    assert args.num_rollout is not None and args.run_dir is not None
+    assert args.rollouts_to_run is not None and args.run_dir is not None
     first = 0 if state is None else state["rollout_id"] + 1
-    if first >= args.num_rollout:
-        raise ValueError(f"--num-rollout {args.num_rollout}: the run folder already holds {first} rollouts")
+    if first >= args.rollouts_to_run:
+        which = "--canary-one-step" if args.canary_one_step else f"--num-rollout {args.num_rollout}"
+        raise ValueError(f"{which}: the run folder already holds {first} rollouts")
     if state is None:
         set_aside_earlier_work(args)
     tracker = init_tracking(args, resume_step=first + 1 if first else 0)
@@ -48,7 +47,10 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
         return
     async with OnlineTrainer(args, tracker, state, inputs) as trainer:
         record_start(args, entry="train", inputs=inputs)
-        while first < args.num_rollout:
+        if state is None:
+            # A resumed run's stands there; the critic's folder may have moved on since.
+            update_run_json(args.run_dir, value_pretraining=consumed_critic(args))
+        while first < args.rollouts_to_run:
             try:
                 await run(args, trainer, first)
                 break
@@ -56,23 +58,23 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
                 first = await trainer.recover(lost)
         if args.canary_one_step:
             await check_canary(args, trainer)
-    print(f"online RL: {args.num_rollout} rollouts, run folder {args.run_dir}")
+    print(f"online RL: {args.rollouts_to_run} rollouts, run folder {args.run_dir}")
 
 
 async def run(args: Args, trainer: Any, first: int) -> None:
     """The rollouts from number `first` on, with evaluation and saves in between."""
     from miles.ray.progress import progress_bar
 
-    assert args.num_rollout is not None
+    assert args.rollouts_to_run is not None
     evaluated = args.eval_sets()
     accuracy = evaluated[0].metric("accuracy") if evaluated else ""
     if evaluated and first == 0:
         logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))[accuracy])
-    with progress_bar("online RL", total=args.num_rollout, done=first) as advance:
-        for rollout_id in range(first, args.num_rollout):
+    with progress_bar("online RL", total=args.rollouts_to_run, done=first) as advance:
+        for rollout_id in range(first, args.rollouts_to_run):
             figures = await trainer.step(rollout_id)
             done = rollout_id + 1
-            last = done == args.num_rollout
+            last = done == args.rollouts_to_run
             if evaluated and (last or (args.eval_interval and done % args.eval_interval == 0)):
                 figures |= await trainer.evaluate(done)
             if last or (args.save_interval and done % args.save_interval == 0):
@@ -99,13 +101,7 @@ if __name__ == "__main__":
         from miles.ray.program import run_program
 
         check_before_ray_starts(settings, entry="train")
-        folder = create_run_folder(settings, entry="train")
-        # What a resumed run goes on from stands there already; the critic's folder may have moved on since.
-        if resumed is None and settings.critic_load is not None and contract_path(settings.critic_load).exists():
-            consumed = describe_value_pretraining(
-                folder, critic_load=settings.critic_load, eval_report=settings.critic_value_eval_report
-            )
-            update_run_json(folder, value_pretraining=consumed)
+        create_run_folder(settings, entry="train")
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train.py: {mistake}") from None
     run_program("train.py", main(settings, resumed, inputs))

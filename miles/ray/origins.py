@@ -8,8 +8,9 @@ from miles.backends.megatron.architecture import Architecture
 from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdentity, check_identity, find_checkpoint
 from miles.config import Args
 from miles.config.groups import flag_of
+from miles.config.rules import check_value_head
 from miles.contracts.artifact import check_checkpoint_listing
-from miles.contracts.chain import iteration_folder
+from miles.contracts.chain import describe_value_pretraining, iteration_folder
 from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_path
 from miles.ray.train_state import check_resume
 from miles.utils.tracking_utils.run_folder import STARTED_FROM
@@ -31,11 +32,16 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
 
     Raises:
         ValueError: the critic's contract does not match the run, a checkpoint is of another model, or, on a resume,
-            something differs from the save; the message names the flag or the field.
+            something differs from the save, or a setting has no effect with that value head; the message names flag or
+            field.
         FileNotFoundError: a contract digest is given, but `--critic-load` holds no contract.
     """
-    if args.canary_one_step:
-        args = args.replace(source="canary", num_rollout=1)
+    args = _settled(args, state)
+    check_value_head(args)
+    return args
+
+
+def _settled(args: Args, state: dict[str, Any] | None) -> Args:
     if state is not None:
         # Recorded with the rest, so that config.yaml makes the same run again.
         began = {*_HEAD, *STARTED_FROM}
@@ -74,6 +80,15 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
     spoken_of = iteration_folder(folder, contract.completed_steps)
     check_identities(args.replace(source="contract", critic_load=str(spoken_of)))
     return args
+
+
+def consumed_critic(args: Args) -> dict[str, Any] | None:
+    """What the record of a fresh run says of the contract that its critic came with; None: it came without."""
+    if args.critic_load is None or not contract_path(args.critic_load).exists():
+        return None
+    assert args.run_dir is not None
+    report = args.critic_value_eval_report
+    return describe_value_pretraining(args.run_dir, critic_load=args.critic_load, eval_report=report)
 
 
 def check_identities(args: Args) -> None:
