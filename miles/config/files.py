@@ -15,8 +15,16 @@ NOT_IN_FILES = frozenset({"config", "print_config"})
 """Fields that steer the parse itself and so have no place in a file."""
 
 
+_OF_ONE_START = frozenset(
+    {"resume", "allow_config_change", "fault_injection", "canary_one_step", "value_pretrain_canary_one_step"}
+)
+
 _MARKED = re.compile(r"^(\w+): .*  # (\S+)$", re.MULTILINE)
 """A setting as `config_yaml` writes it, and the source it came from."""
+
+
+_NUMBER_OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""What people write as ten or as a time, and YAML 1.1 takes for eight or for seconds."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -25,6 +33,11 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
+        if node.style is None and _NUMBER_OF_YAML_1_1.fullmatch(node.value):
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value!r} is read as a number of base 8 or 60: write it without, or in quotes",
+                problem_mark=node.start_mark,
+            )
         try:
             return super().construct_object(node, deep)
         except (ValueError, AttributeError, KeyError, OverflowError) as error:
@@ -110,7 +123,7 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
 
     These lines `config_yaml` marks: a "default", what was "derived" from other settings of the file, a "generated"
     folder to save to; all only where nobody has edited them since. Beside flags that change what they came from they
-    would stay what they were.
+    would stay what they were. Nor does a flag count again that was for one start alone, such as a change it allowed.
 
     Raises:
         ValueError: as `read_config_file`, or a value has the wrong type.
@@ -127,6 +140,8 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         mark = marks.get(name, "")
         if mark == "generated":
             return values[name] == saves.get(name)
+        if name in _OF_ONE_START:
+            return mark == "flag"
         return (mark == "default" or mark.startswith("derived:")) and not args.is_user_set(name)
 
     followed = set(filter(follows, values))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import signal
 import sys
 import traceback
@@ -61,7 +62,11 @@ def one_line(error: BaseException) -> str:
         return one_line(cause) if isinstance(cause, BaseException) else str(error).splitlines()[-1]
     if isinstance(error, RayActorError):
         reason = " ".join(str(error).split())
-        return f"a training rank or the rollout side died: {reason[:400]}"
+        which = re.search(r"class_name: (\w+)", reason)
+        if which is None or error.actor_init_failed:
+            return f"a process of the run died: {reason[:400]}"
+        # Of a process that was killed Ray only guesses why, at length.
+        return f"the process {which[1]} of the run died, which nothing replaces; published checkpoints stand"
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError) and text:
         return text

@@ -53,10 +53,9 @@ class _Parser(StrictParser):
         return self._group_of[options["dest"]].add_argument(*flags, **options)
 
     def parse_strictly(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse; every word must belong to a flag, and there is one settings file."""
+        """Parse; every word must belong to a flag, and nothing that is given is dropped without a word."""
         namespace, rest = self.parse_known_args(argv)
-        if sum(word.split("=", 1)[0] == "--config" for word in argv) > 1:
-            self.error("--config is given twice; put the settings into one file, or give some as flags")
+        self._tell_repeated(argv)
         if rest:
             self.error(
                 f"unexpected argument {rest[0]!r}: a value must follow its flag (booleans are --FLAG or --no-FLAG)"
@@ -66,6 +65,23 @@ class _Parser(StrictParser):
         for name in self.text_lists:
             delattr(namespace, name)
         return namespace
+
+    def _tell_repeated(self, argv: Sequence[str]) -> None:
+        """Refuse a file or a list that is given twice; of other flags the last one counts, as scripts rely on."""
+        given: dict[str, list[str]] = {}
+        for word in argv:
+            action = self._option_string_actions.get(word.split("=", 1)[0])
+            if action is not None and not isinstance(action, argparse._AppendAction):
+                given.setdefault(action.dest, []).append(word)
+        for dest, words in given.items():
+            if len(words) == 1:
+                continue
+            flag = words[-1].split("=", 1)[0]
+            if dest == "config":
+                self.error(f"{flag} is given twice; put the settings into one file, or give some as flags")
+            if self._option_string_actions[flag].nargs == "*":
+                self.error(f"{flag} is given twice; give all its values after one")
+            print(f"{self.prog}: warning: {flag} is given {len(words)} times, the last one counts", file=sys.stderr)
 
 
 def parse_args(argv: Sequence[str] | None = None, entry: Entry | None = None) -> Args:

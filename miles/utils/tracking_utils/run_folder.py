@@ -176,7 +176,7 @@ def refuse_changed_config(args: Args, saved: dict[str, Any] | None = None) -> No
         return
     settings, whose = (_began_with(folder), "run began") if saved is None else (saved, "last save was made")
     then, now = (_placed(values) for values in (settings, args.model_dump(mode="json")))
-    free = _FREE_TO_CHANGE | set(args.allow_config_change)
+    free = _FREE_TO_CHANGE | set(args.allow_config_change) | _followed(args, settings)
     if args.lr_decay_style == "constant" or args.lr_decay_iters is not None:
         free |= {"num_rollout"}
     lines: list[str] = []
@@ -194,6 +194,14 @@ def refuse_changed_config(args: Args, saved: dict[str, Any] | None = None) -> No
             lines.append(f"{differs}; give it that again, or pass --allow-config-change {field}")
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def _followed(args: Args, then: dict[str, Any]) -> set[str]:
+    """The settings that nobody gave, then or now: they differ where those do that they follow from."""
+    known = {name: value for name, value in then.items() if name in Args.model_fields}
+    before = Args.from_values(known, dict.fromkeys(known, "file:"))
+    derived = {name for name in Args.model_fields if args.source_of(name).startswith("derived:")}
+    return {name for name in derived if not before.is_user_set(name)}
 
 
 def read_run_json(run_dir: str | Path) -> dict[str, Any]:

@@ -95,6 +95,10 @@ def test_lists_take_several_words_and_keep_commas(online: dict[str, Any], as_fla
         (["--batch_size=4"], "unknown flag --batch_size (did you mean --global-batch-size?)"),
         (["--model-path", "x", "--lr"], "unknown flag --model-path (did you mean --hf-checkpoint?)"),
         (["--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
+        (
+            ["--eval-prompt-data", "a:x", "--lr", "1", "--eval-prompt-data", "b:y"],
+            "--eval-prompt-data is given twice; give all its values after one",
+        ),
         (["stray"], "unexpected argument 'stray'"),
         (["--bf16", "true"], "unexpected argument 'true'"),
         (["--lr"], "argument --lr: expected one argument"),
@@ -113,6 +117,20 @@ def test_mistake_on_the_command_line_is_one_line(
 ) -> None:
     (line,) = refused(capsys, argv)
     assert line.startswith(message)
+
+
+def test_flag_given_twice_is_told_and_the_last_one_counts(
+    capsys: pytest.CaptureFixture[str], online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    extra = ["--sglang-extra-args=--log-level=debug", "--sglang-extra-args=--log-requests"]
+    args = parse_args([*as_flags(online), *extra, "--resume", "--lr", "1", "--lr=2", "--no-resume"], entry="train")
+    assert (args.lr, args.resume) == (2, False)
+    assert args.sglang_extra_args == ["--log-level=debug", "--log-requests"]
+    told = {line for line in capsys.readouterr().err.splitlines() if "times" in line}
+    assert told == {
+        "__main__.py: warning: --lr is given 2 times, the last one counts",
+        "__main__.py: warning: --no-resume is given 2 times, the last one counts",
+    }
 
 
 def test_working_folder_that_is_gone_is_told(
@@ -155,6 +173,9 @@ def test_no_prefix_of_a_flag_is_accepted(capsys: pytest.CaptureFixture[str], pre
         ("seed: 1\nrun_dir: 2024-13-45\n", ":2: not valid YAML: '2024-13-45' is no timestamp"),
         ("seed: 1\nrun_dir: a\x01b\n", r":2: not valid YAML: special characters are not allowed: '\x01'"),
         ("lr: !!float fast\n", ":1: not valid YAML: 'fast' is no float"),
+        ("seed: 1\nnum_rollout: 010\n", ":2: not valid YAML: '010' is read as a number of base 8 or 60"),
+        ("sao_online_recipe: []\n", ":1: sao_online_recipe: unknown SAO online recipe: []"),
+        ("rm_timeout_s: 1:30\n", ":1: not valid YAML: '1:30' is read as a number of base 8 or 60"),
         (f"lr: {'[' * 5000}\n", ": not valid YAML: nested too deeply"),
         ('run_dir: "a\\0b"\n', ":1: run_dir: a zero byte is not accepted here"),
         ("rollout_stop_token_ids: [true]\n", ":1: rollout_stop_token_ids: a boolean is not accepted here"),
@@ -299,6 +320,24 @@ def test_file_by_hand_keeps_what_is_equal_to_what_would_follow(
     file.write_text("eps_clip: 0.2\neps_clip_high: 0.2  # as eps_clip\n")
     args = parse_args(["--config", str(file), *as_flags(online), "--eps-clip", "0.1"], entry="train")
     assert (args.eps_clip, args.eps_clip_high) == (0.1, 0.2)
+
+
+def test_what_a_flag_said_of_one_start_does_not_come_back_with_the_resolved_file(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "config.yaml"
+    once = ["--canary-one-step", "--fault-injection", "save@1=kill_actor"]
+    file.write_text(config_yaml(parse_args([*as_flags(online), *once], entry="train")))
+    assert yaml.safe_load(file.read_text())["canary_one_step"] is True
+    args = parse_args(["--config", str(file)], entry="train")
+    assert (args.canary_one_step, args.fault_injection, args.num_rollout) == (False, [], online["num_rollout"])
+    file.write_text(config_yaml(args.replace(source="flag", resume=True, allow_config_change=["lr"])))
+    args = parse_args(["--config", str(file)], entry="train")
+    assert (args.resume, args.allow_config_change) == (False, [])
+    # A file of one's own is another thing: who restarts a job by a script has it there.
+    own = tmp_path / "own.yaml"
+    own.write_text("resume: true\n")
+    assert parse_args(["--config", str(own), *as_flags(online)], entry="train").resume
 
 
 def test_config_of_a_resumed_run_begins_as_that_run_began(

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from miles.ray.placement_group import _host_order
 from miles.ray.program import one_line, reported
@@ -18,6 +18,15 @@ def test_one_line_mistake_inside_a_ray_actor_is_told_without_wrapping() -> None:
 
 def test_one_line_disk_full_names_the_file() -> None:
     assert one_line(OSError(28, "No space left on device", "/x/y")) == "[Errno 28] No space left on device: '/x/y'"
+
+
+def test_one_line_process_that_nothing_replaces_is_named() -> None:
+    died = RayActorError(actor_id=None, error_msg="The actor died.\n\tclass_name: RolloutManager\n\tpid: 3")
+    assert one_line(died) == (
+        "the process RolloutManager of the run died, which nothing replaces; published checkpoints stand"
+    )
+    unborn = RayActorError(actor_id=None, error_msg="KeyError: 'x' class_name: A", actor_init_failed=True)
+    assert one_line(unborn) == "a process of the run died: KeyError: 'x' class_name: A"
 
 
 def test_one_line_bug_names_kind_and_place() -> None:
