@@ -1,5 +1,6 @@
 """What a save of an online run leaves for a resume. Needs neither Ray nor torch, so a mistake is told at once."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from miles.config.groups import flag_of
 from miles.config.rules import saved_to
 from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME
 from miles.contracts.canonical import read_sealed, sha256_file
-from miles.contracts.chain import describe_checkpoint, iteration_folder
+from miles.contracts.chain import RUN_RECORD_NAME, describe_checkpoint, iteration_folder
 from miles.rollout.preflight import refuse_other_prompts
 from miles.utils.tracking_utils.run_folder import read_run_json, refuse_changed_config
+from miles.utils.tracking_utils.tracking import METRICS_FILE
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "train_state.json"
 """Written last of a save: what it names is complete, and a resume starts from it."""
@@ -49,7 +53,18 @@ def resume_state(args: Args) -> dict[str, Any] | None:
         )
     if state is None:
         _refuse_folders_in_use(args)
+    else:
+        _tell_lost_records(Path(args.run_dir), state)
     return state
+
+
+def _tell_lost_records(folder: Path, state: dict[str, Any]) -> None:
+    """Warn of a record that the run wrote before its save and that is not there: nothing can make it again."""
+    if not read_run_json(folder).get("checkpoints"):
+        record = folder / RUN_RECORD_NAME
+        logger.warning("%s: lists no checkpoint, though the run saved some: its record begins anew", record)
+    if not (metrics := folder / METRICS_FILE).is_file():
+        logger.warning("%s: missing: the figures of the first %d rollouts are lost", metrics, state["rollout_id"] + 1)
 
 
 def _refuse_folders_in_use(args: Args) -> None:

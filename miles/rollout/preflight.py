@@ -9,9 +9,11 @@ from typing import Any
 
 from miles.config import Args
 from miles.config.choices import is_hook
+from miles.config.files import read_settings
 from miles.config.groups import flag_of
 from miles.config.hf_folder import has_chat_template, read_model_config
 from miles.contracts.canonical import parse_json, read_sealed, sealed, sha256_file
+from miles.contracts.chain import RUN_CONFIG_NAME
 from miles.contracts.publish import publish_json
 from miles.data.batch import samples_to_batch
 from miles.data.prompts import check_prompt_file
@@ -187,6 +189,7 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
     for file in files:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
+    _refuse_other_temperature(args, folder)
     model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
     # Of rollouts that a run of both kept while it trained nothing is known.
     state = folder / ROLLOUT_STATE_FILE
@@ -199,12 +202,28 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
             logger.info("looking at the kept rollouts: %d of %d", number, len(files))
         if number in digests:
             _refuse_other_rollout(file, digests[number])
-        _check_kept_rollout(args, file, model)
+        _check_kept_rollout(args, file, model, rollout_id=number)
 
 
-def _check_kept_rollout(args: Args, file: Path, model: dict[str, Any]) -> None:
+def _refuse_other_temperature(args: Args, folder: Path) -> None:
+    """Kept log-probabilities are of the temperature they were sampled at, which the run that kept them recorded."""
+    config = folder.resolve().parent / RUN_CONFIG_NAME
+    if not config.is_file():
+        return
+    then = read_settings(config).rollout_temperature
+    if then != args.rollout_temperature:
+        raise ValueError(
+            f"--rollout-temperature {args.rollout_temperature:g}: the rollouts in --load-rollouts {folder} were "
+            f"sampled at {then:g} ({config})"
+        )
+
+
+def _check_kept_rollout(args: Args, file: Path, model: dict[str, Any], *, rollout_id: int) -> None:
     """Raise ValueError, naming the file, unless training can take its samples."""
     samples = read_samples(file)
+    # Groups that were left over are of an earlier one.
+    if (newest := max((sample.rollout_id for sample in samples), default=0)) > rollout_id:
+        raise ValueError(f"{file}: holds samples of rollout {newest}, which is not {rollout_id} or an earlier one")
     if args.rollout_batch_size is not None and not args.use_dynamic_global_batch_size:
         expected = args.rollout_batch_size * args.n_samples_per_prompt
         if len(samples) != expected:

@@ -211,6 +211,23 @@ def test_state_file_that_is_a_link_to_nothing_is_refused(tmp_path: Path) -> None
         read_train_state(tmp_path)
 
 
+def test_resume_without_the_records_of_the_run_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args, state = saved_run(tmp_path)
+    (tmp_path / STATE_FILE).write_text(json.dumps(sealed(state)))
+    update_run_json(tmp_path, checkpoints=[state["actor_checkpoint"]])
+    (tmp_path / "metrics.jsonl").write_text("")
+    resume_state(args)
+    assert caplog.messages == []
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "run.json").unlink()
+    resume_state(args)
+    told = [line.partition(": ")[0] for line in caplog.messages]
+    assert told == [f"{tmp_path}/run.json", f"{tmp_path}/metrics.jsonl"]
+    assert "the figures of the first 4 rollouts are lost" in caplog.messages[1]
+
+
 def test_fresh_run_in_the_folder_of_another_and_resume_of_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no complete save"):
         resume_state(args_of(tmp_path, resume=True))

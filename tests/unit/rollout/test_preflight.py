@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ SEGMENT = {
         ([{"prompt": "1 +"}], {}, ":1: sample misses fields"),
         ([kept_row(), kept_row()], {"rollout_batch_size": 1}, r": 2 samples, --rollout-batch-size 1 x .* 1 is 1"),
         ([kept_row(status="aborted")], {}, ": sample 0 is aborted"),
+        ([kept_row(rollout_id=2)], {}, ": holds samples of rollout 2, which is not 1 or an earlier one"),
         ([kept_row(reward=None)], {}, ": reward of sample 0 is None"),
         ([kept_row(reward=-2e18)], {}, r": sample 0: reward -2e\+18 is above 1e\+18"),
         ([kept_row(rollout_log_probs=[0.5])], {}, ": sample 0: a log-probability of 0.5"),
@@ -158,6 +160,23 @@ def test_late_kept_rollout_that_cannot_be_trained_on_refused_by_file(
     args = Args.build(load_rollouts=str(folder), num_rollout=2, hf_checkpoint=str(tmp_path), **settings)
     check_rollout_inputs(args.replace(source="code", num_rollout=1))
     with pytest.raises(ValueError, match="rollout_000001.jsonl" + message):
+        check_rollout_inputs(args)
+
+
+def test_rollouts_that_their_run_sampled_at_another_temperature_are_refused(
+    keep: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = keep([kept_row()])
+    (run := tmp_path / "run").mkdir()
+    folder = shutil.copytree(folder, run / "rollouts", ignore=shutil.ignore_patterns("run"))
+    args = Args.build(load_rollouts=str(folder), num_rollout=1, rollout_temperature=0.5)
+    check_rollout_inputs(args)
+    (run / "config.yaml").write_text(config_yaml(Args.build(rollout_temperature=0.5)))
+    check_rollout_inputs(args)
+    (run / "config.yaml").write_text(config_yaml(Args.build(rollout_temperature=0.75)))
+    with pytest.raises(
+        ValueError, match=r"^--rollout-temperature 0\.5: the rollouts .* sampled at 0\.75 \(.*/run/config"
+    ):
         check_rollout_inputs(args)
 
 
