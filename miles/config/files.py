@@ -118,12 +118,13 @@ def read_settings(path: str | Path) -> Args:
     return Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
 
 
-def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `read_config_file`, without what a resolved file holds though nobody said it.
+def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """As `read_config_file`, without what a resolved file holds though nobody said it; and warnings.
 
     These lines `config_yaml` marks: a "default", what was "derived" from other settings of the file, a "generated"
     folder to save to; all only where nobody has edited them since. Beside flags that change what they came from they
     would stay what they were. Nor does a flag count again that was for one start alone, such as a change it allowed.
+    A derived line that does not follow any more is warned of: it was edited, or only what it came from was.
 
     Raises:
         ValueError: as `read_config_file`, or a value has the wrong type.
@@ -132,7 +133,7 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     values, where = _settings_in(text, path)
     marks = dict(_MARKED.findall(text))
     if not marks:
-        return values, where
+        return values, where, []
     args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
     saves = generated_saves(args.run_dir) if args.run_dir is not None else {}
 
@@ -140,13 +141,19 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         mark = marks.get(name, "")
         if mark == "generated":
             return values[name] == saves.get(name)
-        if name in _OF_ONE_START:
-            return mark == "flag"
+        if mark == "flag":
+            return name in _OF_ONE_START
         return (mark == "default" or mark.startswith("derived:")) and not args.is_user_set(name)
 
-    followed = set(filter(follows, values))
-    given = {name: value for name, value in values.items() if name not in followed}
-    return given, {name: where[name] for name in given}
+    given = {name: value for name, value in values.items() if not follows(name)}
+    derived = {name: marks.get(name, "").partition("derived:")[2] for name in given}
+    notes = [
+        f"{where[name]} stays {given[name]}: it does not follow from {origin}, though its comment says so; without "
+        "the line it would"
+        for name, origin in derived.items()
+        if origin
+    ]
+    return given, {name: where[name] for name in given}, notes
 
 
 def config_yaml(args: Args) -> str:

@@ -263,6 +263,8 @@ def _online(args: Args) -> Iterator[str]:
     for field in needed:
         if getattr(args, field) is None:
             yield f"online training needs {flag_of(field)}"
+    if args.resume and args.source_of("run_dir") == "generated":
+        yield "--resume needs --run-dir, the folder of the run to go on with"
     if not args.resume:
         yield from _unread(args, {"allow_config_change"}, "without --resume")
     for field in fields_of(ValuePretrainGroup):

@@ -141,7 +141,9 @@ def _settings(parser: _Parser, argv: list[str], entry: Entry | None) -> tuple[Ar
     except SettingsError as error:
         raise ValueError(textwrap.shorten(str(error), 300)) from None
     config = flags.get("config")
-    from_file, where = user_settings(config) if config else ({}, {})
+    from_file, where, notes = user_settings(config) if config else ({}, {}, [])
+    for note in notes:
+        print(f"{parser.prog}: warning: {note}", file=sys.stderr)
     sources = dict.fromkeys(from_file, f"file:{config}") | dict.fromkeys(flags, "flag")
     values = from_file | flags
     args = Args.from_values(values, sources, where={name: text for name, text in where.items() if name not in flags})

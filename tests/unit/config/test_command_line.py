@@ -119,6 +119,14 @@ def test_mistake_on_the_command_line_is_one_line(
     assert line.startswith(message)
 
 
+def test_resume_of_no_folder_is_told(
+    capsys: pytest.CaptureFixture[str], online: dict[str, Any], as_flags: AsFlags
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([*as_flags(online), "--resume"], entry="train")
+    assert "--resume needs --run-dir, the folder of the run to go on with" in capsys.readouterr().err
+
+
 def test_flag_given_twice_is_told_and_the_last_one_counts(
     capsys: pytest.CaptureFixture[str], online: dict[str, Any], as_flags: AsFlags
 ) -> None:
@@ -289,7 +297,7 @@ def test_resolved_file_given_back_with_a_flag_derives_anew_what_followed_from_it
 
 
 def test_resolved_file_that_somebody_edited_keeps_what_was_written(
-    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
     text = config_yaml(parse_args(as_flags(online), entry="train"))
@@ -300,6 +308,12 @@ def test_resolved_file_that_somebody_edited_keeps_what_was_written(
     file.write_text("\n".join(lines))
     args = parse_args(["--config", str(file), "--lr", "1e-4"], entry="train")
     assert (args.critic_lr, args.gamma) == (0.5, 0.5)
+    number = next(number for number, line in enumerate(lines, start=1) if line.startswith("critic_lr: "))
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if "though its comment says so" in line)
+    assert told == (
+        f"__main__.py: warning: {file}:{number}: critic_lr stays 0.5: it does not follow from lr, though its comment "
+        "says so; without the line it would"
+    )
 
 
 def test_default_of_a_resolved_file_is_nobodys_word_and_of_a_file_by_hand_it_is(
@@ -336,7 +350,7 @@ def test_what_a_flag_said_of_one_start_does_not_come_back_with_the_resolved_file
     assert (args.resume, args.allow_config_change) == (False, [])
     # A file of one's own is another thing: who restarts a job by a script has it there.
     own = tmp_path / "own.yaml"
-    own.write_text("resume: true\n")
+    own.write_text(f"resume: true\nrun_dir: {tmp_path}/run\n")
     assert parse_args(["--config", str(own), *as_flags(online)], entry="train").resume
 
 
