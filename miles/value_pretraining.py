@@ -23,9 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles.config.groups import flag_of
-from miles.contracts.artifact import check_checkpoint_listing
-from miles.contracts.canonical import require_int
-from miles.contracts.chain import iteration_folder, prune_link_records, write_link_record
+from miles.contracts.artifact import CHECKPOINT_MANIFEST_NAME, check_checkpoint_listing
+from miles.contracts.canonical import require_int, sha256_file
+from miles.contracts.chain import (
+    LINK_FOLDER_NAME,
+    iteration_folder,
+    prune_link_records,
+    read_link_record,
+    write_link_record,
+)
 from miles.contracts.publish import publish_bytes
 from miles.contracts.value_report import parse_report
 from miles.contracts.value_schema import (
@@ -662,13 +668,24 @@ def check_passed_report(path: str, *, contract_digest: str) -> None:
         )
 
 
-def check_critic_listing(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
-    """Check names and sizes of the checkpoint that a contract speaks of; the ranks that load it check the digests.
+def check_contracted_checkpoint(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
+    """Check that contract and checkpoint are those that were published together, and the checkpoint's files by size.
+
+    The ranks that load it check the files' digests. A folder without any link record, which another program may have
+    made, is warned of.
 
     Raises:
-        ValueError: a file is missing, truncated or too many; names it.
+        ValueError: the contract or the checkpoint is another, or a file is missing, truncated or too many; names it.
     """
+    folder = Path(critic_load)
+    checkpoint = iteration_folder(folder, resume.completed_steps)
     try:
-        check_checkpoint_listing(iteration_folder(critic_load, resume.completed_steps))
+        if not (folder / LINK_FOLDER_NAME).is_dir():
+            logger.warning("--critic-load %s: has no %s: nothing ties it to its contract", folder, LINK_FOLDER_NAME)
+        else:
+            record = read_link_record(folder, resume.sha256, resume.completed_steps)
+            if sha256_file(checkpoint / CHECKPOINT_MANIFEST_NAME) != record["checkpoint_manifest_sha256"]:
+                raise ValueError(f"{checkpoint.name}/{CHECKPOINT_MANIFEST_NAME} is not the contract's checkpoint's")
+        check_checkpoint_listing(checkpoint)
     except (ValueError, OSError) as error:
         raise ValueError(f"--critic-load {critic_load}: {error}") from None

@@ -143,6 +143,39 @@ def prune_link_records(folder: str | os.PathLike[str], *, contract: bytes) -> No
             record.unlink(missing_ok=True)
 
 
+def read_link_record(folder: Path, digest: str, completed_steps: int) -> dict[str, Any]:
+    """Return the link record of the contract of that SHA-256 and step in a critic folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not what was written, or a later contract was published too.
+    """
+    links = folder / LINK_FOLDER_NAME
+    path = links / f"{digest}.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no link record {LINK_FOLDER_NAME}/{path.name}: the contract is not one that was published here"
+        )
+    try:
+        record = _read_link_record(path)
+        if record["completed_steps"] != completed_steps:
+            raise ValueError("speaks of another contract")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"link record {LINK_FOLDER_NAME}/{path.name}: {error}") from error
+    for other in sorted(links.glob("*.json")):
+        if other != path:
+            try:
+                steps = _read_link_record(other)["completed_steps"]
+            except (ValueError, OSError) as error:
+                raise ValueError(f"link record {LINK_FOLDER_NAME}/{other.name}: {error}") from error
+            if steps > completed_steps:
+                raise ValueError(
+                    f"is of step {completed_steps}, but step {steps} was published too: an older contract was put "
+                    "back, or publication was interrupted; resume the training to finish it"
+                )
+    return record
+
+
 def describe_checkpoint(run_dir: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> dict[str, str]:
     """Return the `checkpoints` entry of a run record for a saved checkpoint folder."""
     return {
@@ -412,7 +445,7 @@ class _Walk:
             digest = sha256_bytes(data)
             if expected is not None and digest != expected:
                 raise ValueError(f"SHA-256 mismatch: {pinned_by} says {expected}, the file is {digest}")
-            record.update(self._link_record(folder, digest, contract["completed_steps"]))
+            record.update(read_link_record(folder, digest, contract["completed_steps"]))
             return f"step {contract['completed_steps']}, {_short(digest)}"
 
         self._add("contract", path, proof)
@@ -450,33 +483,6 @@ class _Walk:
             return ""
 
         self._add("contract", path, proof)
-
-    @staticmethod
-    def _link_record(folder: Path, digest: str, completed_steps: int) -> dict[str, Any]:
-        links = folder / LINK_FOLDER_NAME
-        path = links / f"{digest}.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"no link record {LINK_FOLDER_NAME}/{path.name}: the contract is not one that was published here"
-            )
-        try:
-            record = _read_link_record(path)
-            if record["completed_steps"] != completed_steps:
-                raise ValueError("speaks of another contract")
-        except (ValueError, OSError) as error:
-            raise ValueError(f"link record {LINK_FOLDER_NAME}/{path.name}: {error}") from error
-        for other in sorted(links.glob("*.json")):
-            if other != path:
-                try:
-                    steps = _read_link_record(other)["completed_steps"]
-                except (ValueError, OSError) as error:
-                    raise ValueError(f"link record {LINK_FOLDER_NAME}/{other.name}: {error}") from error
-                if steps > completed_steps:
-                    raise ValueError(
-                        f"is of step {completed_steps}, but step {steps} was published too: an older contract was put "
-                        "back, or publication was interrupted; resume the training to finish it"
-                    )
-        return record
 
     def checkpoint(
         self, folder: Path, expected: str | None, *, name: str, pinned_by: str, iteration: int | None = None

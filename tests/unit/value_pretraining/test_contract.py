@@ -16,7 +16,7 @@ from miles.value_pretraining import (
     ValueDatasetSpec,
     ValueObjective,
     ValuePretrainManifest,
-    check_critic_listing,
+    check_contracted_checkpoint,
     check_loaded_iterations,
     check_online_contract,
     contract_sha256,
@@ -221,13 +221,33 @@ def test_online_contract_restores_the_objective_or_names_the_field(tmp_path, man
         check_online_contract(tmp_path, stated={"value_num_bins": 11})
 
 
-def test_checkpoint_truncated_refused_by_file_before_anything_loads_it(tmp_path):
+def test_checkpoint_truncated_refused_by_file_before_anything_loads_it(tmp_path, caplog):
     folder = iteration_folder(tmp_path, 3)
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"12345678")
     write_checkpoint_manifest(folder)
     resume = ResumePoint({"completed_steps": 3}, "0" * 64)
-    check_critic_listing(tmp_path, resume)
+    check_contracted_checkpoint(tmp_path, resume)
+    assert "has no value_pretrain_links: nothing ties it to its contract" in caplog.text
     (folder / "weights.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"weights\.bin: size mismatch: expected 8 bytes, got 4"):
-        check_critic_listing(tmp_path, resume)
+        check_contracted_checkpoint(tmp_path, resume)
+
+
+def test_contract_or_checkpoint_that_was_not_published_with_the_other_refused(tmp_path, manifest):
+    folder = iteration_folder(tmp_path, 6)
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(b"12345678")
+    write_checkpoint_manifest(folder)
+    write(tmp_path, manifest)
+    point = check_online_contract(tmp_path)[1]
+    check_contracted_checkpoint(tmp_path, point)
+    (folder / "weights.bin").write_bytes(b"87654321")
+    write_checkpoint_manifest(folder)
+    with pytest.raises(ValueError, match=r"^--critic-load .*: iter_0000006/\S+ is not the contract's checkpoint's"):
+        check_contracted_checkpoint(tmp_path, point)
+    path = tmp_path / VALUE_PRETRAIN_CONTRACT_NAME
+    path.write_text(path.read_text().replace('"hl_gauss"', '"two_hot"'))
+    edited = check_online_contract(tmp_path)[1]
+    with pytest.raises(ValueError, match=r"no link record .*: the contract is not one that was published here"):
+        check_contracted_checkpoint(tmp_path, edited)
