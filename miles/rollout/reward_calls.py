@@ -98,7 +98,7 @@ class _Workers:
         if kind == "scored":
             return rest[0], rest[1]
         if kind == "late":
-            raise TimeoutError
+            raise TimeoutError(rest[0])
         if kind == "refused":
             raise BadReward(rest[0])
         error = FunctionFailed(rest[0])
@@ -214,6 +214,8 @@ class _LoopThread:
         argument, scored = call_on(self._function, samples)
         try:
             value = await self._function(argument)
+        except TimeoutError as error:
+            raise TimeoutError(describe(error)) from error
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             # These would end the loop.
             raise FunctionFailed(describe(error)) from error

@@ -4,7 +4,7 @@
 of its file, and answers once that is imported; then each request is a list of samples. An answer is a kind and what
 belongs to it:
 
-    ("ready",)  ("scored", rewards, metadata of each sample)  ("late",)
+    ("ready",)  ("scored", rewards, metadata of each sample)  ("late", error in one line)
     ("refused", line)  ("failed", error in one line, traceback)
 """
 
@@ -72,8 +72,8 @@ def _answer(function: Function, samples: list[Sample]) -> bytes:
         return pickle.dumps(("scored", *scored(function(argument))))
     except BadReward as error:
         return pickle.dumps(("refused", str(error)))
-    except TimeoutError:
-        return pickle.dumps(("late",))
+    except TimeoutError as error:
+        return pickle.dumps(("late", describe(error)))
     except BaseException as error:
         return pickle.dumps(("failed", describe(error), traceback.format_exc()))
 

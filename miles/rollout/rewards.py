@@ -36,7 +36,7 @@ class Reward(Protocol):
 
         Raises:
             BadReward: what the function returned is none.
-            TimeoutError: it took longer than `timeout_s`, or raised this itself.
+            TimeoutError: it took longer than `timeout_s`, without a text; or raised this itself, which is the text.
             Exception: it raised.
         """
         ...
@@ -75,9 +75,11 @@ async def score_samples(
         async with gate:
             try:
                 rewards = await reward(part, limit_s)
-            except TimeoutError:
+            except TimeoutError as late:
                 unscored.extend(part)
-                _fail(part, f"took more than {limit_s:g} s on", reward.name, on_timeout)
+                # Its own has a text, of a judge that did not answer.
+                what = f"ran out of time ({late}) on" if str(late) else f"took more than {limit_s:g} s on"
+                _fail(part, what, reward.name, on_timeout)
                 return
             except BadReward:
                 raise

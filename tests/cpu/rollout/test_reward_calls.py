@@ -108,6 +108,9 @@ def fails(sample):
 def out_of_time(sample):
     raise TimeoutError("judge")
 
+async def out_of_time_async(sample):
+    raise TimeoutError("judge")
+
 def forks(sample):
     pid = os.fork()
     return -1.0 if pid == 0 else sample.index
@@ -270,7 +273,8 @@ async def test_process_that_dies_is_an_error_that_names_the_sample(
         ("cancels_itself", r"cancels_itself failed on sample 10: it was cancelled"),
         ("stop_iteration", r"stop_iteration failed on sample 10: StopIteration"),
         ("fails", r"fails failed on sample 10: KeyError: 'gold'"),
-        ("out_of_time", r"out_of_time took more than 30 s on sample 10"),
+        ("out_of_time", r"out_of_time ran out of time \(TimeoutError: judge\) on sample 10"),
+        ("out_of_time_async", r"out_of_time_async ran out of time \(TimeoutError: judge\) on sample 10"),
         ("returns_what_cannot_be_sent", r"returned <function .* for sample 10, expected a number"),
     ],
 )
