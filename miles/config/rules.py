@@ -196,7 +196,8 @@ def _checkpoints(args: Args, entry: Entry) -> Iterator[str]:
         yield "--critic-value-pretrain-contract-sha256 pins the contract in --critic-load, which is not given"
     if entry == "train" and args.critic_value_eval_report is not None and args.critic_load is None:
         yield "--critic-value-eval-report speaks of the critic in --critic-load, which is not given"
-    for field in ("load", "critic_load"):
+    # A run that goes on reads its own save, and what it began with may be gone.
+    for field in () if entry == "train" and args.resume else ("load", "critic_load"):
         folder = getattr(args, field)
         # An explicit resume never starts afresh in silence.
         if folder is not None and not Path(folder).is_dir():

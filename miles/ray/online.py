@@ -329,6 +329,7 @@ class OnlineTrainer:
             "actor_checkpoint": new[0],
             "critic_checkpoint": new[1] if self._critic is not None else None,
         }
+        self._tracker.sync()
         publish_json(run_dir / STATE_FILE, sealed(state))
         self._tracker.log(iteration, "time", {"time/save_s": timeline.now()})
         await self._fault("saved", iteration)

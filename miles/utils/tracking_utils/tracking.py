@@ -56,6 +56,11 @@ class Tracker:
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = _tensorboard_writer(self._folder, resume_step) if self._args.tensorboard else None
 
+    def sync(self) -> None:
+        """Put every line on the disk: what says that a step is done must not outlive the step's figures."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def rewind(self, step: int) -> None:
         """Drop the lines of `step` and later: the work that they describe is done again."""
         self._file.close()
@@ -93,8 +98,7 @@ class Tracker:
         """Flush and close everything; closing twice does nothing."""
         if self._file.closed:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

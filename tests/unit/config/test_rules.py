@@ -871,6 +871,11 @@ def test_canary_ends_after_one_rollout_and_takes_the_first_step_of_the_whole_sch
         check(canary.replace(source="flag", fault_injection=["save@2=kill_actor"]), entry="train")
 
 
+def test_folder_that_a_resumed_run_began_with_may_be_gone(online: dict[str, Any], tmp_path: Path) -> None:
+    args = Args.build(**online, load="/no/folder", critic_load="/no/critic", resume=True, run_dir=str(tmp_path))
+    assert check(args, entry="train") == []
+
+
 def test_build_checks_only_when_asked(online: dict[str, Any]) -> None:
     Args.build(max_tokens_per_gpu=3)
     with pytest.raises(ValueError, match="--max-tokens-per-gpu has no effect"):
