@@ -18,6 +18,7 @@ NOT_IN_FILES = frozenset({"config", "print_config"})
 _OF_ONE_START = frozenset(
     {"resume", "allow_config_change", "fault_injection", "canary_one_step", "value_pretrain_canary_one_step"}
 )
+"""What a flag says of the start that it is given to, and not of the run."""
 
 _MARKED = re.compile(r"^(\w+): .*  # (\S+)$", re.MULTILINE)
 """A setting as `config_yaml` writes it, and the source it came from."""
