@@ -65,6 +65,11 @@ def _settled(args: Args, state: dict[str, Any] | None) -> Args:
                 f"--critic-load {folder}: holds no {VALUE_PRETRAIN_CONTRACT_NAME} for "
                 "--critic-value-eval-report to speak of"
             )
+        if contract_path(above := Path(folder).resolve().parent).exists():
+            raise ValueError(
+                f"--critic-load {folder}: is one checkpoint of the critic whose contract lies in {above}: give that "
+                "folder"
+            )
         check_identities(args)
         if Identity.read(find_checkpoint(folder)).role == "actor":
             logger.warning("--critic-load %s is an actor: the critic takes its backbone, its head is new", folder)

@@ -14,6 +14,7 @@ from miles.backends.megatron.checkpoint_identity import Identity, ValueHeadIdent
 from miles.config import Args
 from miles.contracts.artifact import write_checkpoint_manifest
 from miles.contracts.chain import describe_checkpoint
+from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME
 from miles.ray.origins import settle
 from miles.ray.train_state import newest_checkpoints
 
@@ -134,6 +135,28 @@ def test_checkpoint_whose_files_are_gone_or_cut_off_is_refused_by_flag_and_file(
     shard.unlink()
     with pytest.raises(ValueError, match=rf"^--{field.replace('_', '-')}: {shard}: listed in .* but missing"):
         settle(args, None)
+
+
+def test_checkpoint_inside_a_contracted_critic_is_refused_with_the_folder_to_give(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    root = write_checkpoint(tmp_path / "critic", model, SCALAR)
+    args = Args.build(hf_checkpoint=str(model), critic_load=str(root / "iter_0000001"))
+    settle(args, None)
+    (root / VALUE_PRETRAIN_CONTRACT_NAME).write_text("{}")
+    with pytest.raises(ValueError, match=rf"^--critic-load .*/iter_0000001: .* lies in {root}: give that folder"):
+        settle(args, None)
+
+
+@pytest.mark.parametrize("origin", ["critic_load", None])
+def test_setting_without_effect_on_the_head_that_the_critic_comes_with_is_refused(
+    origin: str | None, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    root = write_checkpoint(tmp_path / "critic", model, SCALAR)
+    args = Args.build(use_critic=True, hf_checkpoint=str(model), **({} if origin is None else {origin: str(root)}))
+    settle(args, None)
+    with pytest.raises(ValueError, match=r"^--hl-gauss-sigma-ratio has no effect with --value-loss-type mse"):
+        settle(args.replace(source="flag", hl_gauss_sigma_ratio=0.5), None)
 
 
 def test_resume_that_leaves_out_what_the_run_began_with_records_it_and_loads_the_save(tmp_path: Path) -> None:
