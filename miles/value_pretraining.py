@@ -668,24 +668,34 @@ def check_passed_report(path: str, *, contract_digest: str) -> None:
         )
 
 
-def check_contracted_checkpoint(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
-    """Check that contract and checkpoint are those that were published together, and the checkpoint's files by size.
-
-    The ranks that load it check the files' digests. A folder without any link record, which another program may have
-    made, is warned of.
+def check_critic_listing(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
+    """Check names and sizes of the checkpoint that a contract speaks of; the ranks that load it check the digests.
 
     Raises:
-        ValueError: the contract or the checkpoint is another, or a file is missing, truncated or too many; names it.
+        ValueError: a file is missing, truncated or too many; names it.
+    """
+    try:
+        check_checkpoint_listing(iteration_folder(critic_load, resume.completed_steps))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--critic-load {critic_load}: {error}") from None
+
+
+def check_published_together(critic_load: str | os.PathLike[str], resume: ResumePoint) -> None:
+    """Check that a contract and its checkpoint are those of one publication, by the link record.
+
+    A folder without any record, which another program may have made, is warned of.
+
+    Raises:
+        ValueError: contract or checkpoint is another than was published, or a later contract was.
     """
     folder = Path(critic_load)
+    if not (folder / LINK_FOLDER_NAME).is_dir():
+        logger.warning("--critic-load %s: has no %s: nothing ties it to its contract", folder, LINK_FOLDER_NAME)
+        return
     checkpoint = iteration_folder(folder, resume.completed_steps)
     try:
-        if not (folder / LINK_FOLDER_NAME).is_dir():
-            logger.warning("--critic-load %s: has no %s: nothing ties it to its contract", folder, LINK_FOLDER_NAME)
-        else:
-            record = read_link_record(folder, resume.sha256, resume.completed_steps)
-            if sha256_file(checkpoint / CHECKPOINT_MANIFEST_NAME) != record["checkpoint_manifest_sha256"]:
-                raise ValueError(f"{checkpoint.name}/{CHECKPOINT_MANIFEST_NAME} is not the contract's checkpoint's")
-        check_checkpoint_listing(checkpoint)
+        record = read_link_record(folder, resume.sha256, resume.completed_steps)
+        if sha256_file(checkpoint / CHECKPOINT_MANIFEST_NAME) != record["checkpoint_manifest_sha256"]:
+            raise ValueError(f"{checkpoint.name}/{CHECKPOINT_MANIFEST_NAME} is not the contract's checkpoint's")
     except (ValueError, OSError) as error:
         raise ValueError(f"--critic-load {critic_load}: {error}") from None

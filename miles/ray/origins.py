@@ -15,9 +15,10 @@ from miles.contracts.value_schema import VALUE_PRETRAIN_CONTRACT_NAME, contract_
 from miles.ray.train_state import check_resume
 from miles.utils.tracking_utils.run_folder import STARTED_FROM
 from miles.value_pretraining import (
-    check_contracted_checkpoint,
+    check_critic_listing,
     check_online_contract,
     check_passed_report,
+    check_published_together,
     objective_args,
 )
 
@@ -83,7 +84,8 @@ def _settled(args: Args, state: dict[str, Any] | None) -> Args:
         expected_model_identity=args.hf_checkpoint,
         stated=stated,
     )
-    check_contracted_checkpoint(folder, contract)
+    check_critic_listing(folder, contract)
+    check_published_together(folder, contract)
     if args.critic_value_eval_report is not None:
         check_passed_report(args.critic_value_eval_report, contract_digest=contract.sha256)
     args = args.replace(source="contract", **objective_args(objective))

@@ -42,11 +42,11 @@ def test_driver_and_ranks_killed_again_and_again_kl_in_the_reward_two_steps_a_ro
     refused = run("train.py", *flags, "--resume", "--lr", 2e-3)
     assert refused.code != 0
     assert "--resume: lr is 0.002, the last save was made with 0.001" in refused.err
-    (reference / "generation_config.json").write_text("{}")
+    (reference / "note.json").write_text("{}")
     refused = run("train.py", *flags, "--resume")
     assert refused.code != 0
     assert refused.last_line.startswith(f"train.py: --resume: --ref-load {reference} has another content than when")
-    (reference / "generation_config.json").unlink()
+    (reference / "note.json").unlink()
     ended = run("train.py", *flags, "--resume", "--max-restarts", 0, "--fault-injection", "critic@3=kill_critic")
     assert ended.code == 1
     assert "a rank of the critic group died" in ended.last_line

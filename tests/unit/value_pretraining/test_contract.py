@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from miles.value_pretraining import (
     ValueDatasetSpec,
     ValueObjective,
     ValuePretrainManifest,
-    check_contracted_checkpoint,
+    check_critic_listing,
     check_loaded_iterations,
     check_online_contract,
+    check_published_together,
     contract_sha256,
     load_and_check_resume,
     load_value_pretrain_contract,
@@ -221,33 +223,36 @@ def test_online_contract_restores_the_objective_or_names_the_field(tmp_path, man
         check_online_contract(tmp_path, stated={"value_num_bins": 11})
 
 
-def test_checkpoint_truncated_refused_by_file_before_anything_loads_it(tmp_path, caplog):
+def test_checkpoint_truncated_refused_by_file_before_anything_loads_it(tmp_path):
     folder = iteration_folder(tmp_path, 3)
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"12345678")
     write_checkpoint_manifest(folder)
     resume = ResumePoint({"completed_steps": 3}, "0" * 64)
-    check_contracted_checkpoint(tmp_path, resume)
-    assert "has no value_pretrain_links: nothing ties it to its contract" in caplog.text
+    check_critic_listing(tmp_path, resume)
     (folder / "weights.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"weights\.bin: size mismatch: expected 8 bytes, got 4"):
-        check_contracted_checkpoint(tmp_path, resume)
+        check_critic_listing(tmp_path, resume)
 
 
-def test_contract_or_checkpoint_that_was_not_published_with_the_other_refused(tmp_path, manifest):
+def test_contract_or_checkpoint_that_was_not_published_with_the_other_refused(tmp_path, manifest, caplog):
     folder = iteration_folder(tmp_path, 6)
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"12345678")
     write_checkpoint_manifest(folder)
     write(tmp_path, manifest)
     point = check_online_contract(tmp_path)[1]
-    check_contracted_checkpoint(tmp_path, point)
+    check_published_together(tmp_path, point)
     (folder / "weights.bin").write_bytes(b"87654321")
     write_checkpoint_manifest(folder)
     with pytest.raises(ValueError, match=r"^--critic-load .*: iter_0000006/\S+ is not the contract's checkpoint's"):
-        check_contracted_checkpoint(tmp_path, point)
+        check_published_together(tmp_path, point)
     path = tmp_path / VALUE_PRETRAIN_CONTRACT_NAME
     path.write_text(path.read_text().replace('"hl_gauss"', '"two_hot"'))
     edited = check_online_contract(tmp_path)[1]
     with pytest.raises(ValueError, match=r"no link record .*: the contract is not one that was published here"):
-        check_contracted_checkpoint(tmp_path, edited)
+        check_published_together(tmp_path, edited)
+    assert not caplog.text
+    shutil.rmtree(tmp_path / "value_pretrain_links")
+    check_published_together(tmp_path, point)
+    assert "has no value_pretrain_links: nothing ties it to its contract" in caplog.text
