@@ -48,7 +48,7 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
             tracker.log(rollout_id + 1, "rollout", metrics)
             prompts = await manager.state_dict.remote()
             digests.append(sha256_file(rollout_file(folder, rollout_id)))
-            publish_rollout_state(folder, rollouts=digests, prompts=prompts, inputs=inputs)
+            publish_rollout_state(folder, args, rollouts=digests, prompts=prompts, inputs=inputs)
             for line in result["warnings"]:
                 logger.warning("rollout %d: %s", rollout_id, line)
             advance(f"reward {metrics['rollout/reward_mean']:.3f}")

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE_FILE = "state.json"
 """Beside the rollouts of `--rollout-only`: the digests of those that are whole, and where the prompts stand after."""
-_ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v2"
+_ROLLOUT_STATE_SCHEMA = "miles.rollout-state.v3"
 _TOLD_EVERY_S = 10.0
 _ROUNDING = 1e-3
 """A log-probability may be so far above 0."""
@@ -89,15 +89,19 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id:06d}.jsonl"
 
 
-def publish_rollout_state(folder: Path, *, rollouts: list[str], prompts: dict[str, Any], inputs: Inputs) -> None:
+def publish_rollout_state(
+    folder: Path, args: Args, *, rollouts: list[str], prompts: dict[str, Any], inputs: Inputs
+) -> None:
     """Note the rollouts that are whole.
 
     Args:
+        args: the settings they were sampled with.
         rollouts: SHA-256 of each file, from the first on.
         prompts: the state of the prompts after the last of them.
         inputs: `run_inputs`.
     """
     held = {"rollout_id": len(rollouts) - 1, "rollouts": rollouts, "prompts": prompts, "inputs": inputs}
+    held |= {"settings": args.model_dump(mode="json")}
     publish_json(folder / ROLLOUT_STATE_FILE, sealed({"schema": _ROLLOUT_STATE_SCHEMA, **held}))
 
 
@@ -115,8 +119,8 @@ def kept_rollout_state(args: Args) -> dict[str, Any] | None:
     path = folder / ROLLOUT_STATE_FILE
     if not path.is_file():
         raise ValueError(f"--resume: {args.run_dir} holds no rollout of --rollout-only (no rollouts/{path.name})")
-    refuse_changed_config(args)
     state = _read_rollout_state(path, hint="name another --run-dir")
+    refuse_changed_config(args, state["settings"])
     for rollout_id, digest in enumerate(state["rollouts"]):
         file = rollout_file(folder, rollout_id)
         if not file.is_file():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,12 +179,14 @@ class RolloutManager:
         resent_before = self._num_resent()
         sampled_tokens = 0
         failures: list[str] = []
+        rewards: list[float] = []
 
         async def sample(samples: list[Sample]) -> None:
             nonlocal sampled_tokens
             await self._run(samples, rollout_id=rollout_id)
             sampled_tokens += sum(one.response_length for one in samples)
             failures.extend(one.metadata["failure"] for one in samples if one.status is SampleStatus.FAILED)
+            rewards.extend(one.reward for one in samples if one.reward is not None)
 
         collected = await collect_groups(
             self._source,
@@ -210,6 +213,9 @@ class RolloutManager:
             "rollout/engine_idle_fraction": max(0.0, 1.0 - float(np.mean(busy)) / seconds),
         }
         if self._keep is not None:
+            if rewards:
+                # Groups come in any order, which an exact sum does not show.
+                metrics["rollout/sampled_reward_mean"] = math.fsum(rewards) / len(rewards)
             metrics["rollout/groups_sampled"] = collected.num_sampled
             metrics["rollout/groups_filtered"] = collected.num_filtered
             metrics["rollout/groups_left_over"] = collected.num_left_over

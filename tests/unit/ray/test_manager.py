@@ -143,6 +143,15 @@ async def test_late_rewards_of_filtered_groups_are_counted_and_named(make_manage
     assert rollout["warnings"][1:] == [f"judge late on sample {n}; not trained on" for n in (1, 2)]
 
 
+async def test_reward_of_all_that_was_sampled_is_told_beside_that_of_the_groups_kept(make_manager: Any) -> None:
+    settings = {"over_sampling_batch_size": 2, "dynamic_sampling_max_replacements": 8}
+    keep = load_filter("miles.rollout.filters:nonzero_reward_std", timeout_s=60.0)
+    metrics = (await make_manager({0, 2}, keep, **settings).generate(0))["metrics"]
+    # Of samples 0 to 7 the first and the third have no reward, and their groups are taken out.
+    assert metrics["rollout/reward_mean"] == 0.5
+    assert metrics["rollout/sampled_reward_mean"] == pytest.approx((1 + 1 + 0 + 1 + 0 + 1) / 6)
+
+
 async def test_late_rewards_are_trained_around_without_a_filter(make_manager: Any) -> None:
     settings = {"over_sampling_batch_size": 6, "dynamic_sampling_max_replacements": 8}
     manager = make_manager({1}, **settings)

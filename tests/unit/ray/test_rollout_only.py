@@ -86,6 +86,9 @@ def made(folder: Path) -> tuple[dict[str, bytes], list[tuple[int, float]]]:
     """All files of rollouts, and what the metrics say of them."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     files = {path.name: path.read_bytes() for path in (folder / "rollouts").iterdir()}
+    # Its settings name the run folder, and the seal is of them too.
+    state = json.loads(files["state.json"])
+    files["state.json"] = json.dumps({**state, "settings": None, "seal_sha256": None}).encode()
     return files, [(line["step"], line["rollout/reward_mean"]) for line in lines]
 
 

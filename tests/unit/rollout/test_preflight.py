@@ -267,7 +267,7 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
 
     def publish(**changes: Any) -> None:
         held = {"rollouts": digests, "prompts": {"position": 1, "sha256": digest}, "inputs": run_inputs(args)}
-        publish_rollout_state(folder, **(held | changes))
+        publish_rollout_state(folder, args, **(held | changes))
 
     publish()
     with pytest.raises(ValueError, match="holds the 2 kept rollouts of an earlier run; pass --resume to go on"):
@@ -285,7 +285,11 @@ def test_rollouts_go_on_after_the_last_whole_one_and_only_when_asked(
     with pytest.raises(ValueError, match=r"state.json: seal_sha256 does not match the contents"):
         kept_rollout_state(resumed)
     publish()
-    with pytest.raises(ValueError, match="--resume: seed is 5"):
+    with pytest.raises(ValueError, match="--resume: seed is 5, the last save was made with 1234"):
+        kept_rollout_state(resumed.replace(source="flag", seed=5))
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1234 ", "seed: 5 "))
+    with pytest.raises(ValueError, match="--resume: seed is 5, the last save was made with 1234"):
         kept_rollout_state(resumed.replace(source="flag", seed=5))
     first, second = (folder / f"rollout_00000{number}.jsonl" for number in (0, 1))
     kept = first.read_bytes()
