@@ -193,7 +193,12 @@ def _start_ray(args: Args, *, address: str | None, needed: int) -> None:
     _reaper = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("reaper.py")), str(os.getpid())], stdin=subprocess.PIPE
     )
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except OSError as error:
+        if "AF_UNIX path length" not in str(error):
+            raise
+        raise OSError(f"{error}; Ray's sockets lie below TMPDIR: name a shorter folder in RAY_TMPDIR") from None
 
 
 def _meet(address: str) -> None:
