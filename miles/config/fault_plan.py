@@ -23,7 +23,7 @@ between the checkpoints and the state file that makes them count; every other po
 
 ACTIONS = ("kill_driver", "kill_actor", "kill_critic", "kill_engine", "hang_engine", "sleep")
 
-_FAULT = re.compile(r"(?P<stage>[a-z_]+)@(?P<step>\d+)=(?P<action>[a-z_]+)(?::(?P<argument>[\d.]+))?")
+_FAULT = re.compile(r"(?P<stage>[a-z_]+)@(?P<step>\d+)=(?P<action>[a-z_]+)(?::(?P<argument>\d+(\.\d+)?))?")
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,9 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_FIRST_LINE, _LAST_LINE = "# Every setting of a run, with its source. The last line is: # end", "# end"
+
+
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings of a YAML file, and for each of them where it stands ('FILE:LINE: KEY').
 
@@ -79,6 +82,8 @@ def _read(path: str) -> str:
 
 
 def _settings_in(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    if text.startswith(_FIRST_LINE) and not text.rstrip().endswith(f"\n{_LAST_LINE}"):
+        raise ValueError(f"{path}: is cut off: its last line must be {_LAST_LINE!r}")
     try:
         loader = _StrictLoader(text)
     except yaml.reader.ReaderError as error:
@@ -171,4 +176,4 @@ def config_yaml(args: Args) -> str:
             rows.append((f"{name}: {text}", args.source_of(name)))
         width = max(len(left) for left, _ in rows)
         blocks.append("\n".join([f"# {group.title}", *(f"{left:<{width}}  # {source}" for left, source in rows)]))
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join([_FIRST_LINE, *blocks, _LAST_LINE]) + "\n"

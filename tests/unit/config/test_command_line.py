@@ -296,6 +296,19 @@ def test_resolved_file_given_back_with_a_flag_derives_anew_what_followed_from_it
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+def test_resolved_file_that_is_cut_off_is_refused_wherever_it_ends(
+    online: dict[str, Any], tmp_path: Path, as_flags: AsFlags, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    lines = config_yaml(parse_args(as_flags(online), entry="train")).splitlines(keepends=True)
+    for kept in (1, 2, len(lines) // 2, len(lines) - 1):
+        file.write_text("".join(lines[:kept]))
+        assert refused(capsys, ["--config", str(file)]) == [f"{file}: is cut off: its last line must be '# end'"]
+    # Lines that somebody takes into a file of his own are no such file.
+    file.write_text("".join(lines[3:10]))
+    parse_args(["--config", str(file), *as_flags(online)], entry="train")
+
+
 def test_resolved_file_that_somebody_edited_keeps_what_was_written(
     online: dict[str, Any], tmp_path: Path, as_flags: AsFlags, capsys: pytest.CaptureFixture[str]
 ) -> None:

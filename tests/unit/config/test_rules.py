@@ -304,6 +304,7 @@ ONLINE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sglang_extra_args": ["--host", "::"]}, "--sglang-extra-args --host: --host is given to each engine by miles"),
     ({"fault_injection": ["actor@1"]}, "--fault-injection actor@1: expected STAGE@STEP=ACTION"),
+    ({"fault_injection": ["actor@1=sleep:."]}, "--fault-injection actor@1=sleep:.: expected STAGE@STEP=ACTION"),
     ({"fault_injection": ["lunch@1=kill_driver"]}, "--fault-injection lunch@1=kill_driver: unknown stage 'lunch'"),
     ({"fault_injection": ["actor@0=kill_actor"]}, "--fault-injection actor@0=kill_actor: steps count from 1"),
     ({"fault_injection": ["actor@9=kill_actor"]}, "--fault-injection actor@9=kill_actor: the run ends with step"),
