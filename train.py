@@ -6,6 +6,7 @@ if __name__ == "__main__":
     end_in_one_line("train.py")
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from miles.config import Args
@@ -21,7 +22,7 @@ from miles.utils.tracking_utils.run_folder import (
     record_start,
     update_run_json,
 )
-from miles.utils.tracking_utils.tracking import init_tracking
+from miles.utils.tracking_utils.tracking import METRICS_FILE, has_line, init_tracking
 
 logger = logging.getLogger("train")
 
@@ -35,7 +36,7 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
 
     assert args.rollouts_to_run is not None and args.run_dir is not None
     first = 0 if state is None else state["rollout_id"] + 1
-    if first >= args.rollouts_to_run:
+    if first >= args.rollouts_to_run and not owes_evaluation(args, first):
         which = "--canary-one-step" if args.canary_one_step else f"--num-rollout {args.num_rollout}"
         raise ValueError(f"{which}: the run folder already holds {first} rollouts")
     if state is None:
@@ -50,7 +51,7 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
         if state is None:
             # A resumed run's stands there; the critic's folder may have moved on since.
             update_run_json(args.run_dir, value_pretraining=consumed_critic(args))
-        while first < args.rollouts_to_run:
+        while True:
             try:
                 await run(args, trainer, first)
                 break
@@ -61,6 +62,19 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
     print(f"online RL: {args.rollouts_to_run} rollouts, run folder {args.run_dir}")
 
 
+def evaluation_is_due(args: Args, done: int) -> bool:
+    """Whether the policy is evaluated after so many rollouts."""
+    at_an_end = done in (0, args.rollouts_to_run)
+    return bool(args.eval_sets()) and (at_an_end or bool(args.eval_interval and done % args.eval_interval == 0))
+
+
+def owes_evaluation(args: Args, done: int) -> bool:
+    """Whether that evaluation is missing: the run has just begun, or ended between a save and what follows it."""
+    assert args.run_dir is not None
+    logged = has_line(Path(args.run_dir) / METRICS_FILE, step=done, stage="eval")
+    return not args.rollout_only and evaluation_is_due(args, done) and not logged
+
+
 async def run(args: Args, trainer: Any, first: int) -> None:
     """The rollouts from number `first` on, with evaluation and saves in between."""
     from miles.ray.progress import progress_bar
@@ -68,17 +82,18 @@ async def run(args: Args, trainer: Any, first: int) -> None:
     assert args.rollouts_to_run is not None
     evaluated = args.eval_sets()
     accuracy = evaluated[0].metric("accuracy") if evaluated else ""
-    if evaluated and first == 0:
-        logger.info("held-out accuracy before training: %.1f %%", 100 * (await trainer.evaluate(0))[accuracy])
+    if owes_evaluation(args, first):
+        when = f"after step {first}" if first else "before training"
+        logger.info("held-out accuracy %s: %.1f %%", when, 100 * (await trainer.evaluate(first))[accuracy])
     with progress_bar("online RL", total=args.rollouts_to_run, done=first) as advance:
         for rollout_id in range(first, args.rollouts_to_run):
             figures = await trainer.step(rollout_id)
             done = rollout_id + 1
-            last = done == args.rollouts_to_run
-            if evaluated and (last or (args.eval_interval and done % args.eval_interval == 0)):
-                figures |= await trainer.evaluate(done)
-            if last or (args.save_interval and done % args.save_interval == 0):
+            # First, so that an evaluation which fails takes no work with it.
+            if done == args.rollouts_to_run or (args.save_interval and done % args.save_interval == 0):
                 await trainer.save(rollout_id)
+            if evaluation_is_due(args, done):
+                figures |= await trainer.evaluate(done)
             shown = [f"reward {figures['rollout/reward_mean']:.3f}"]
             if accuracy in figures:
                 shown.append(f"held-out accuracy {figures[accuracy]:.1%}")

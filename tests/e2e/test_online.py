@@ -74,7 +74,7 @@ def test_lost_drivers_engines_and_ranks_with_two_engines_and_groups_left_over_en
     run_dir = tmp_path / "run"
     flags = [*filtered_flags, "--run-dir", run_dir, "--rollout-num-gpus", 2, "--sglang-health-timeout-s", 12]
     # The steps in which these engines are lost are not done again.
-    faults = ["generate@1=kill_engine", "generate@2=hang_engine", "generate@3=kill_driver"]
+    faults = ["generate@1=kill_engine", "generate@2=hang_engine", "eval@2=kill_driver"]
     killed = run("train.py", *flags, "--fault-injection", *faults)
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     assert killed.err.count("fault injection: ") == len(faults)
@@ -86,13 +86,26 @@ def test_lost_drivers_engines_and_ranks_with_two_engines_and_groups_left_over_en
     assert refused.code != 0
     assert "--resume" in refused.last_line
 
+    killed = run("train.py", *flags, "--resume", "--fault-injection", "generate@3=kill_driver")
+    assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+    assert killed.err.count("held-out accuracy after step 2: ") == 1
+    assert_no_process_left(killed.mark)
+
     # The rank is missed when the engine that takes a dead one's place is to get its weights.
-    faults = ["generate@3=kill_engine", "generate@3=kill_actor"]
+    faults = ["generate@3=kill_engine", "generate@3=kill_actor", "eval@4=kill_driver"]
     ended = run("train.py", *flags, "--resume", "--fault-injection", *faults)
-    assert ended.code == 0, ended.err[-3000:]
+    assert ended.code == -signal.SIGKILL, ended.err[-3000:]
+    assert "held-out accuracy after step" not in ended.err
     assert ended.err.count("fault injection: ") == len(faults)
     assert re.findall(r"starting again from the save after rollout (\d)", ended.err) == ["1"]
     assert_no_process_left(ended.mark)
+    # Of the last step only its evaluation is left.
+    ended = run("train.py", *flags, "--resume")
+    assert ended.code == 0, ended.err[-3000:]
+    assert ended.err.count("held-out accuracy after step 4: ") == 1
+    refused = run("train.py", *flags, "--resume")
+    assert refused.code != 0
+    assert "the run folder already holds 4 rollouts" in refused.last_line
     checked = run("miles/cli.py", "verify", run_dir)
     assert checked.code == 0, checked.out
     assert figures_of(run_dir) == figures_of(uninterrupted)

@@ -133,6 +133,15 @@ def finish_tracking() -> None:
         _current = None
 
 
+def has_line(path: Path, *, step: int, stage: str) -> bool:
+    """Whether a whole line of a step and stage stands in a file of metrics."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        found = (parse_json(line, where=path) for line in file if line.endswith(b"\n"))
+        return any((line.get("step"), line.get("stage")) == (step, stage) for line in found)
+
+
 def drop_steps_from(path: Path, step: int) -> None:
     """Remove the lines of `step` and later, and a last line that a killed process left unfinished."""
     if not path.exists():
