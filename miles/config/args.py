@@ -292,6 +292,10 @@ class Args(
             return _CPU_CACHE_TOKENS
         return self.sglang_max_total_tokens
 
+    def engine_dtype(self, device: str) -> Literal["bfloat16", "float32"]:
+        """Of a rollout engine's parameters on a kind of device; on a CPU SGLang's bfloat16 is slow and not seeded."""
+        return "bfloat16" if self.bf16 and device == "cuda" else "float32"
+
     def model_parallel_size(self, role: Role) -> int:
         """Devices that hold one replica of a role's model: tensor x pipeline x context."""
         if role == "actor":

@@ -457,6 +457,7 @@ class MegatronWorker:
         return engine_checksums(
             named,
             device=self.device.kind,
+            dtype=getattr(torch, self.args.engine_dtype(self.device.kind)),
             tp_rank=tp_rank,
             tp_size=tp_size,
             tied=self.architecture.tied_embeddings,

@@ -141,7 +141,7 @@ class SGLangServer:
         settings: dict[str, Any] = {
             "port": None if args.sglang_port_base is None else args.sglang_port_base + engine,
             "tp_size": args.rollout_num_gpus_per_engine,
-            "dtype": "bfloat16" if args.bf16 and device == "cuda" else "float32",
+            "dtype": args.engine_dtype(device),
             "max_total_tokens": args.engine_cache_tokens(device),
             "random_seed": args.rollout_seed,
             "extra_args": args.sglang_extra_args,
