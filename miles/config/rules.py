@@ -230,9 +230,10 @@ def _value_head(args: Args, entry: Entry, *, settled: bool = False) -> Iterator[
         yield f"--value-reward-range {low} {high}: the lower end must be below the upper"
     if args.value_loss_type == "classification" and args.value_num_bins < 2:
         yield f"--value-num-bins {args.value_num_bins}: classification needs at least 2"
-    # A contract in --critic-load states the head, which is compared with what the user states of it.
-    stated_elsewhere = not settled and args.critic_load is not None and args.source_of("value_loss_type") == "default"
-    if "critic" not in roles_of(args, entry) or stated_elsewhere:
+    # A contract in --critic-load, or a save, states the head, which is compared with what the user states of it.
+    elsewhere = args.critic_load is not None or args.resume
+    unknown = not settled and elsewhere and args.source_of("value_loss_type") == "default"
+    if "critic" not in roles_of(args, entry) or unknown:
         return
     if args.value_loss_type == "mse":
         yield from _unread(args, _settings_of(ValueHeadGroup) - {"value_loss_type"}, "with --value-loss-type mse")
@@ -321,6 +322,7 @@ _OF_AN_ENGINE = {
     **dict.fromkeys(("model-path", "model"), "--hf-checkpoint"),
     **dict.fromkeys(("host", "nccl-port"), None),
     "port": "--sglang-port-base",
+    "dtype": "--bf16",
     **dict.fromkeys(("tp-size", "tensor-parallel-size", "tp"), "--rollout-num-gpus-per-engine"),
 }
 """What miles itself tells an engine and rests on, and the flag that says it."""

@@ -11,10 +11,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _PLAIN_EVERY_S = 10.0
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever reads the lines has gone; rich would end the program, and with it the work."""
+        self.quiet = True
+
+
 @contextmanager
 def progress_bar(description: str, *, total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
     """Yield `advance(note)`, to be called after each of `total` steps; `done` of them lie behind already."""
-    console = Console(stderr=True)
+    console = _Console(stderr=True)
     if not sys.stderr.isatty():
         yield _plain(console, description, total, done)
         return

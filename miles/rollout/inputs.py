@@ -26,8 +26,8 @@ Inputs = dict[str, dict[str, str]]
 def run_inputs(args: Args) -> Inputs:
     """Digests of what lies behind each setting of an online run that names a file or folder of the user's.
 
-    Of `--prompt-data` the saved state of the prompts has its own, of kept rollouts nothing is held. A function is its
-    file, without what that imports; one of miles itself has none, for the versions of the code are recorded.
+    Of `--prompt-data` the saved state of the prompts has its own. A function is its file, without what that imports;
+    one of miles itself has none, for the versions of the code are recorded.
 
     Raises:
         OSError: a file cannot be read.
@@ -39,7 +39,9 @@ def run_inputs(args: Args) -> Inputs:
             digests["ref_load"] = _of_reference
         if is_hook(args.advantage_estimator):
             digests["advantage_estimator"] = _of_function
-    if args.load_rollouts is None:
+    if args.load_rollouts is not None:
+        digests["load_rollouts"] = lambda folder: _of_rollouts(folder, args.rollouts_to_run)
+    else:
         digests |= {"custom_rm_path": _of_function, "dynamic_sampling_filter_path": _of_function}
         if not args.rollout_only:
             digests["eval_prompt_data"] = lambda _: {one.path: sha256_file(one.path) for one in args.eval_sets()}
@@ -55,6 +57,9 @@ def refuse_changed_inputs(args: Args, then: Inputs, now: Inputs) -> None:
     lines = []
     for name in now.keys() & then.keys() - set(args.allow_config_change):
         before, today = then[name], now[name]
+        if name == "load_rollouts":
+            # A run may be given more or fewer of them.
+            before, today = ({file: one[file] for file in then[name].keys() & now[name]} for one in (before, today))
         if changed := sorted(file for file in before | today if before.get(file) != today.get(file)):
             lines.append(
                 f"--resume: {flag_of(name)} {getattr(args, name)} has another content than when the run began "
@@ -75,6 +80,10 @@ def _of_reference(folder: str) -> dict[str, str]:
         return _of_model(folder)
     manifest = find_checkpoint(folder) / CHECKPOINT_MANIFEST_NAME
     return {manifest.name: sha256_file(manifest)}
+
+
+def _of_rollouts(folder: str, count: int | None) -> dict[str, str]:
+    return {file.name: sha256_file(file) for file in sorted(Path(folder).glob("rollout_*.jsonl"))[:count]}
 
 
 def _of_function(path: str) -> dict[str, str]:

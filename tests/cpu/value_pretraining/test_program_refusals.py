@@ -290,8 +290,20 @@ def cases(tmp_path_factory) -> Iterator[dict[str, tuple[list[str], str]]]:
         unread += ("micro-batch-size",) if "--use-dynamic-batch-size" in words else ()
         return [word for name, value in flags.items() if name not in unread for word in (f"--{name}", str(value))]
 
-    yield {name: ([*base(words), *words], message) for name, (words, message) in found.items()}
+    yield {name: (each_once([*base(words), *words]), message) for name, (words, message) in found.items()}
     os.close(lock)
+
+
+def each_once(words):
+    """The words with the last of each flag alone: one that is given twice is warned of."""
+    given = {}
+    for word in map(str, words):
+        if word.startswith("--"):
+            given.pop(word, None)
+            given[word] = flag = [word]
+        else:
+            flag.append(word)
+    return [word for flag in given.values() for word in flag]
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,19 @@ def test_file_that_came_to_the_model_or_went_is_named(settings: dict[str, Any]) 
         refuse_changed_inputs(args, then, run_inputs(args))
 
 
+def test_kept_rollouts_of_another_content_are_refused_and_more_of_them_are_not(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"rollout_{number:06d}.jsonl").write_text(f"{number}\n")
+    args = Args.build(load_rollouts=str(tmp_path), num_rollout=2)
+    then = run_inputs(args)
+    assert then["load_rollouts"].keys() == {"rollout_000000.jsonl", "rollout_000001.jsonl"}
+    longer = args.replace(source="flag", num_rollout=3)
+    refuse_changed_inputs(longer, then, run_inputs(longer))
+    append(tmp_path / "rollout_000001.jsonl")
+    with pytest.raises(ValueError, match=r"--load-rollouts .* another content .* \(rollout_000001\.jsonl\)"):
+        refuse_changed_inputs(longer, then, run_inputs(longer))
+
+
 def test_file_that_is_only_touched_or_beside_the_model_or_a_link_is_no_change(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -97,7 +110,7 @@ def test_digests_are_of_what_the_run_reads_and_of_nothing_else(settings: dict[st
     sampled = run_inputs(args_of(settings, rollout_only=True))
     assert sorted(sampled) == ["custom_rm_path", "dynamic_sampling_filter_path", "hf_checkpoint"]
     replayed = run_inputs(args_of(settings, load_rollouts=str(tmp_path), kl_coef=0.0, advantage_estimator="gae"))
-    assert sorted(replayed) == ["hf_checkpoint"]
+    assert sorted(replayed) == ["hf_checkpoint", "load_rollouts"]
 
 
 def test_function_of_a_module_is_its_file_and_one_without_a_file_has_none(settings: dict[str, Any]) -> None:
