@@ -20,9 +20,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor, optim_state_to_sharding_state
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from miles.backends.megatron.checkpoint_identity import (
@@ -159,7 +163,7 @@ def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
         "rng": _sharded_rng(state.parallel),
     }
     if stepped:
-        tensors["optimizer"] = state.optimizer.sharded_state_dict(model_state, metadata=_sharding_metadata())
+        tensors["optimizer"] = _optimizer_state(state.optimizer, model_state)
     dist_checkpointing.save(tensors, str(temporary), sharded_strategy=InProcessSave())
     dist.barrier()
 
@@ -172,6 +176,50 @@ def save_checkpoint(root: str, state: TrainState, *, iteration: int) -> Path:
 
     on_rank_zero(publish)
     return final
+
+
+def _optimizer_state(optimizer: MegatronOptimizer, model_state: Any, *, is_loading: bool = False) -> dict[str, Any]:
+    """The optimizer's state with each tensor's place in the whole."""
+    alone = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
+    if isinstance(alone, Float16OptimizerWithFloat16Params) and any(map(len, alone.fp32_from_fp32_groups)):
+        return _mixed_optimizer_state(alone, model_state, is_loading=is_loading)
+    return optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=_sharding_metadata())
+
+
+def _mixed_optimizer_state(
+    optimizer: Float16OptimizerWithFloat16Params, model_state: Any, *, is_loading: bool
+) -> dict[str, Any]:
+    """As the optimizer's own `sharded_state_dict`, where fp32 parameters (a value head) are among half ones.
+
+    That one numbers the half parameters alone, though its state has a number for each: moments would come under
+    other parameters' names, or a number has none.
+    """
+    if is_loading:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    state = optimizer.state_dict()
+    half = {
+        id(main): param
+        for params, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+        for param, main in zip(params, mains, strict=True)
+    }
+    places = {id(place.data): place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    numbered = {
+        number: places[id(half.get(id(param), param))]
+        for group, saved in zip(optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
+        for param, number in zip(group["params"], saved["params"], strict=True)
+    }
+    state["fp32_from_fp16_params"] = [
+        [
+            make_sharded_optimizer_tensor(places[id(half[id(main)])], main, "optimizer.state.fp32_param")
+            for main in mains
+        ]
+        for mains in optimizer.fp32_from_float16_groups
+    ]
+    step = optimizer._extract_common_per_param_step(state["optimizer"])
+    optim_state_to_sharding_state(state["optimizer"], numbered, exclude_keys=("step",))
+    if step is not None:
+        state["optimizer"]["state"]["common_step"] = step
+    return state
 
 
 def _checkpoint_bytes(state: TrainState) -> int:
@@ -297,7 +345,7 @@ def load_training(state: TrainState, folder: Path, found: Identity) -> None:
     model_state = _model_state(state.model)
     wanted: dict[str, Any] = {
         "model": model_state,
-        "optimizer": state.optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_sharding_metadata()),
+        "optimizer": _optimizer_state(state.optimizer, model_state, is_loading=True),
     }
     if same_layout:
         wanted["rng"] = _sharded_rng(parallel)

@@ -10,6 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import (
     USING_PYTORCH_OPTIMIZER,
+    ChainedOptimizer,
+    DistributedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -88,6 +90,7 @@ def build_optimizer(
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, [model])  # type: ignore[list-item]
+    _order_mixed_groups(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -105,3 +108,16 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
+
+
+def _order_mixed_groups(optimizer: MegatronOptimizer) -> None:
+    """Let a distributed optimizer find a parameter's state where its groups have fp32 parameters among half ones.
+
+    Such a group steps over its fp32 parameters first; megatron-core 0.16.1 notes the order of its buffers instead, and
+    would save and load moments under the names of other parameters.
+    """
+    for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        if isinstance(one, DistributedOptimizer):
+            for group, (full, half) in enumerate(zip(one.model_fp32_groups, one.model_float16_groups, strict=True)):
+                for order, param in enumerate([*full, *half]):
+                    one.model_param_group_index_map[param] = (group, order)
