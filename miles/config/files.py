@@ -82,8 +82,9 @@ def _read(path: str) -> str:
 
 
 def _settings_in(text: str, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    if text.startswith(_FIRST_LINE) and not text.rstrip().endswith(f"\n{_LAST_LINE}"):
-        raise ValueError(f"{path}: is cut off: its last line must be {_LAST_LINE!r}")
+    lines_of_text = text.removeprefix("\ufeff").splitlines()
+    if lines_of_text[:1] == [_FIRST_LINE] and _LAST_LINE not in lines_of_text:
+        raise ValueError(f"{path}: is cut off: it has no line {_LAST_LINE!r}")
     try:
         loader = _StrictLoader(text)
     except yaml.reader.ReaderError as error:
@@ -141,14 +142,18 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str], list[str]]
     if not marks:
         return values, where, []
     args = Args.from_values(values, dict.fromkeys(values, f"file:{path}"), where=where)
-    saves = generated_saves(args.run_dir) if args.run_dir is not None else {}
+    # Whichever run folder they lie in: that may have been edited since.
+    saves = {name: tuple(Path(folder).parts) for name, folder in generated_saves("").items()}
 
     def follows(name: str) -> bool:
         mark = marks.get(name, "")
         if mark == "generated":
-            return values[name] == saves.get(name)
+            return name in saves and Path(values[name]).parts[-len(saves[name]) :] == saves[name]
         if mark == "flag":
             return name in _OF_ONE_START
+        if mark.startswith("manifest:"):
+            # The objective is the manifest's own word, which is compared; the steps follow from epochs and batches.
+            return name == "num_rollout"
         return (mark == "default" or mark.startswith("derived:")) and not args.is_user_set(name)
 
     given = {name: value for name, value in values.items() if not follows(name)}

@@ -266,6 +266,12 @@ def test_config_of_a_run_serves_another_run_folder_which_saves_to_its_own(
         assert args.source_of("save") == "generated"
     elsewhere = ["--run-dir", f"{tmp_path}/second", "--save", f"{tmp_path}/elsewhere"]
     assert parse_args(["--config", str(file), *elsewhere], entry="train").save == f"{tmp_path}/elsewhere"
+    text = file.read_text()
+    edited = text.replace(f"run_dir: {tmp_path}/first ", f"run_dir: {tmp_path}/third ")
+    assert edited != text
+    file.write_text(f"{edited}# a remark\n")
+    assert parse_args(["--config", str(file)], entry="train").save == f"{tmp_path}/third/checkpoints/actor"
+    file.write_text(text)
     # The very same folder, as somebody's own word.
     file.write_text(file.read_text().replace("# generated", "# mine"))
     own = parse_args(["--config", str(file), "--run-dir", f"{tmp_path}/second"], entry="train")
@@ -303,7 +309,7 @@ def test_resolved_file_that_is_cut_off_is_refused_wherever_it_ends(
     lines = config_yaml(parse_args(as_flags(online), entry="train")).splitlines(keepends=True)
     for kept in (1, 2, len(lines) // 2, len(lines) - 1):
         file.write_text("".join(lines[:kept]))
-        assert refused(capsys, ["--config", str(file)]) == [f"{file}: is cut off: its last line must be '# end'"]
+        assert refused(capsys, ["--config", str(file)]) == [f"{file}: is cut off: it has no line '# end'"]
     # Lines that somebody takes into a file of his own are no such file.
     file.write_text("".join(lines[3:10]))
     parse_args(["--config", str(file), *as_flags(online)], entry="train")
@@ -428,6 +434,15 @@ def test_manifest_gives_steps_and_objective(offline: dict[str, Any], as_flags: A
     assert args.num_rollout == 6
     assert (args.value_loss_type, args.value_num_bins, args.value_reward_range) == ("classification", 11, (0.0, 1.0))
     assert args.source_of("num_rollout") == f"manifest:{offline['value_pretrain_manifest']}"
+
+
+def test_steps_of_a_resolved_file_follow_from_the_epochs_anew(
+    offline: dict[str, Any], tmp_path: Path, as_flags: AsFlags
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(config_yaml(first := parse_args(as_flags(offline | {"value_pretrain_epochs": 3}))))
+    assert parse_args(["--config", str(file)]).num_rollout == first.num_rollout == 6
+    assert parse_args(["--config", str(file), "--value-pretrain-epochs", "1"]).num_rollout == 2
 
 
 def test_stated_steps_must_be_the_plans(
