@@ -193,12 +193,13 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
     for file in files:
         if not file.is_file():
             raise ValueError(f"--load-rollouts {folder}: no {file.name}, which --num-rollout {args.num_rollout} needs")
-    _refuse_other_temperature(args, folder)
     model = {} if args.hf_checkpoint is None else read_model_config(args.hf_checkpoint)
     # Of rollouts that a run of both kept while it trained nothing is known.
-    state = folder / ROLLOUT_STATE_FILE
+    path = folder / ROLLOUT_STATE_FILE
     unproven = f"without {ROLLOUT_STATE_FILE} in --load-rollouts the files are taken as they are"
-    digests = dict(enumerate(_read_rollout_state(state, hint=unproven)["rollouts"])) if state.is_file() else {}
+    state = _read_rollout_state(path, hint=unproven) if path.is_file() else None
+    _refuse_other_temperature(args, folder, state)
+    digests = {} if state is None else dict(enumerate(state["rollouts"]))
     told = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - told > _TOLD_EVERY_S:
@@ -209,16 +210,25 @@ def _check_kept_rollouts(args: Args, folder: Path) -> None:
         _check_kept_rollout(args, file, model, rollout_id=number)
 
 
-def _refuse_other_temperature(args: Args, folder: Path) -> None:
-    """Kept log-probabilities are of the temperature they were sampled at, which the run that kept them recorded."""
-    config = folder.resolve().parent / RUN_CONFIG_NAME
-    if not config.is_file():
-        return
-    then = read_settings(config).rollout_temperature
+def _refuse_other_temperature(args: Args, folder: Path, state: dict[str, Any] | None) -> None:
+    """Kept log-probabilities are of the temperature they were sampled at, which the run that kept them recorded.
+
+    Args:
+        state: what seals the rollouts; without it the config.yaml beside the folder is asked, if that is a run's.
+    """
+    source = folder / ROLLOUT_STATE_FILE
+    if state is not None:
+        then = state["settings"]["rollout_temperature"]
+    else:
+        source = folder.resolve().parent / RUN_CONFIG_NAME
+        try:
+            then = read_settings(source).rollout_temperature
+        except ValueError:
+            return
     if then != args.rollout_temperature:
         raise ValueError(
             f"--rollout-temperature {args.rollout_temperature:g}: the rollouts in --load-rollouts {folder} were "
-            f"sampled at {then:g} ({config})"
+            f"sampled at {then:g} ({source})"
         )
 
 

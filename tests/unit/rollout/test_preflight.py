@@ -176,6 +176,13 @@ def test_rollouts_that_their_run_sampled_at_another_temperature_are_refused(
     (run / "config.yaml").write_text(config_yaml(Args.build(rollout_temperature=0.75)))
     with pytest.raises(ValueError, match=r"^--rollout-temperature 0\.5: .* sampled at 0\.75 \(.*/run/config"):
         check_rollout_inputs(args)
+    sealed_at = {"rollouts": [hashlib.sha256((folder / "rollout_000000.jsonl").read_bytes()).hexdigest()]}
+    publish_rollout_state(folder, args, **sealed_at, prompts={}, inputs={})
+    check_rollout_inputs(args)
+    # The file of another program.
+    (folder / "state.json").unlink()
+    (run / "config.yaml").write_text("name: mine\n")
+    check_rollout_inputs(args)
 
 
 # ---------------------------------------------------------------- what an earlier run left
