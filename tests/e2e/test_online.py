@@ -236,6 +236,18 @@ def test_canary_grpo_without_a_critic_against_a_reference_model(
     assert not (run_dir / "checkpoints" / "critic").exists()
 
 
+def test_canary_in_bfloat16_publishes_to_a_float32_engine_and_resumes(
+    tmp_path: Path, run: Callable[..., Any], online_flags: list[str], without: Callable[..., list[Any]]
+) -> None:
+    flags = without(online_flags, "--eval-prompt-data", "--eval-interval")
+    done = run("train.py", *flags, "--bf16", "--run-dir", tmp_path / "run", "--canary-one-step")
+    assert done.code == 0, done.err[-3000:]
+    assert "checksums of actor and engines agree" in done.err
+    assert "canary: resumed from the save: log-probs differ by 0.00e+00, values by 0.00e+00" in done.out
+    # What is only compared is kept nowhere.
+    assert [file.name for file in (tmp_path / "run" / "rollouts").iterdir()] == ["rollout_000000.jsonl"]
+
+
 def test_canary_sao_on_kept_rollouts_of_compacted_trajectories(
     tmp_path: Path,
     run: Callable[..., Any],
