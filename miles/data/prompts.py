@@ -12,6 +12,7 @@ from miles.contracts.canonical import StrictJsonError, canonical_json_bytes, par
 from miles.data.sao import SEGMENT_KEY
 
 _TOKENIZE_ROWS = 1024  # rows handed to the tokenizer at once
+_IN_PLACE_OF_CONTENT = frozenset({"tool_calls", "function_call", "reasoning_content"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,17 @@ def _problem_of_message(message: Any) -> str | None:
     if not isinstance(message.get("role"), str):
         return f"must have a role that is text; it has {sorted(message)}"
     content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+    if content is None:
+        if _IN_PLACE_OF_CONTENT & message.keys():
+            return None
+        return (
+            "must have content that is text, got null"
+            if "content" in message
+            else (f"must have content; it has {sorted(message)}")
+        )
+    parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    if isinstance(content, str) or parts or message["role"] == "tool":
         return None
-    if "content" not in message:
-        return f"must have content; it has {sorted(message)}"
     return f"must have content that is text, got {type(content).__name__}"
 
 
@@ -239,10 +247,16 @@ class PromptSource:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self._template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:
             # A template is the model's own program, and may refuse an order of roles.
             raise ValueError(f"{self.path}:{number}: the chat template: {type(error).__name__}: {error}") from error
+        for message in messages:
+            if isinstance(content := message.get("content"), list) and str(content) in text:
+                raise ValueError(
+                    f"{self.path}:{number}: the chat template does not know content in parts: it writes {content}"
+                )
+        return text
 
     def __len__(self) -> int:
         return len(self._line_numbers)

@@ -171,8 +171,9 @@ def test_prompts_chat_template_brings_its_own_special_tokens(tmp_path, char_toke
     ("message", "problem"),
     [
         ({"role": "user", "contents": "1"}, r"message 1 of 'prompt' must have content; it has \['contents', 'role'\]"),
-        ({"role": "user", "content": None}, "must have content that is text, got NoneType"),
-        ({"role": "user", "content": [{"type": "text", "text": "1"}]}, "must have content that is text, got list"),
+        ({"role": "user", "content": None}, "must have content that is text, got null"),
+        ({"role": "user", "content": ["1"]}, "must have content that is text, got list"),
+        ({"role": "user", "content": {"text": "1"}}, "must have content that is text, got dict"),
         ({"content": "1"}, "must have a role that is text"),
         ({"role": 1, "content": "1"}, "must have a role that is text"),
         ("1", "must be an object, got str"),
@@ -186,10 +187,31 @@ def test_message_that_a_template_would_write_otherwise_is_refused_by_line(tmp_pa
         PromptSource(path, tokenizer=char_tokenizer, apply_chat_template=True)
 
 
-def test_message_that_calls_a_tool_needs_no_content(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    path = write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "1"}, call]}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        {"role": "assistant", "reasoning_content": "one and one"},
+        {"role": "tool", "content": {"sum": 2}},
+        {"role": "user", "content": [{"type": "text", "text": "1"}]},
+    ],
+)
+def test_message_that_says_it_otherwise_than_by_text_is_accepted(tmp_path, message):
+    path = write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "1"}, message]}])
     check_prompt_file(path, input_key="prompt", metadata_key="metadata", apply_chat_template=True)
+
+
+def test_parts_of_content_are_refused_only_where_the_template_does_not_know_them(tmp_path, char_tokenizer):
+    path = write(
+        tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+"}]}]}]
+    )
+    with pytest.raises(
+        ValueError, match=rf"^{path}:1: the chat template does not know content in parts: it writes \[\{{"
+    ):
+        PromptSource(path, tokenizer=char_tokenizer, apply_chat_template=True)
+    knowing = copy.copy(char_tokenizer)
+    knowing.chat_template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    assert PromptSource(path, tokenizer=knowing, apply_chat_template=True)[0].prompt == "1+"
 
 
 def test_template_that_refuses_an_order_of_roles_is_told_with_the_line(tmp_path, char_tokenizer):
