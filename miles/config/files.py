@@ -36,7 +36,7 @@ class _StrictLoader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         if node.style is None and _NUMBER_OF_YAML_1_1.fullmatch(node.value):
             raise yaml.MarkedYAMLError(
-                problem=f"{node.value!r} is read as a number of base 8 or 60: write it without, or in quotes",
+                problem=f"{node.value!r} is read as a number of base 8 or 60: write decimals, or text in quotes",
                 problem_mark=node.start_mark,
             )
         try:
@@ -151,6 +151,8 @@ def user_settings(path: str) -> tuple[dict[str, Any], dict[str, str], list[str]]
             return name in saves and Path(values[name]).parts[-len(saves[name]) :] == saves[name]
         if mark == "flag":
             return name in _OF_ONE_START
+        if mark.startswith("recipe:"):
+            return True
         if mark.startswith("manifest:"):
             # The objective is the manifest's own word, which is compared; the steps follow from epochs and batches.
             return name == "num_rollout"
