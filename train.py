@@ -12,7 +12,7 @@ from typing import Any
 from miles.config import Args
 from miles.ray.origins import consumed_critic, settle
 from miles.ray.train_state import resume_state
-from miles.rollout.inputs import Inputs, refuse_changed_inputs, run_inputs
+from miles.rollout.inputs import Inputs, refuse_changed_inputs, refuse_edited_inputs, run_inputs
 from miles.rollout.preflight import check_rollout_inputs, kept_rollout_state, set_aside_earlier_work
 from miles.utils.arguments import parse_args
 from miles.utils.logging_utils import configure_logger
@@ -27,8 +27,15 @@ from miles.utils.tracking_utils.tracking import METRICS_FILE, has_line, init_tra
 logger = logging.getLogger("train")
 
 
-async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None:
-    """All rollouts from `state` (None: from the start) to the last; `inputs` as `run_inputs` has them."""
+async def main(
+    args: Args, state: dict[str, Any] | None, inputs: Inputs, consumed: dict[str, Any] | None = None
+) -> None:
+    """All rollouts from `state` (None: from the start) to the last.
+
+    Args:
+        inputs: as `run_inputs` has them.
+        consumed: the contract that a fresh run's critic comes with, as `consumed_critic` has it.
+    """
     from miles.ray.actor_group import TrainingRankLost
     from miles.ray.canary import check_canary
     from miles.ray.online import OnlineTrainer
@@ -48,9 +55,10 @@ async def main(args: Args, state: dict[str, Any] | None, inputs: Inputs) -> None
         return
     async with OnlineTrainer(args, tracker, state, inputs) as trainer:
         record_start(args, entry="train", inputs=inputs)
+        refuse_edited_inputs(args, inputs)
         if state is None:
             # A resumed run's stands there; the critic's folder may have moved on since.
-            update_run_json(args.run_dir, value_pretraining=consumed_critic(args))
+            update_run_json(args.run_dir, value_pretraining=consumed)
         while True:
             try:
                 await run(args, trainer, first)
@@ -117,6 +125,7 @@ if __name__ == "__main__":
 
         check_before_ray_starts(settings, entry="train")
         create_run_folder(settings, entry="train")
+        consumed = consumed_critic(settings)
     except (ValueError, OSError) as mistake:
         raise SystemExit(f"train.py: {mistake}") from None
-    run_program("train.py", main(settings, resumed, inputs))
+    run_program("train.py", main(settings, resumed, inputs, consumed))

@@ -50,8 +50,9 @@ def settle(args: Args, state: dict[str, Any] | None) -> Args:
 def _settled(args: Args, state: dict[str, Any] | None) -> Args:
     if state is not None:
         # Recorded with the rest, so that config.yaml makes the same run again.
-        began = {*_HEAD, *STARTED_FROM}
-        unstated = {name: state["settings"][name] for name in began if args.source_of(name) == "default"}
+        unstated = {name for name in _HEAD if args.source_of(name) == "default"}
+        unstated |= {name for name in STARTED_FROM if getattr(args, name) is None}
+        unstated = {name: state["settings"][name] for name in unstated}
         args = args.replace(source="resume", **unstated)
         check_identities(check_resume(args, state))
         return args

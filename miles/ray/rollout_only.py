@@ -11,7 +11,7 @@ from miles.ray.placement_group import create_placement
 from miles.ray.progress import progress_bar
 from miles.ray.rollout.engine import EngineGroup
 from miles.ray.rollout.manager import create_rollout_manager
-from miles.rollout.inputs import Inputs
+from miles.rollout.inputs import Inputs, refuse_edited_inputs
 from miles.rollout.preflight import publish_rollout_state, rollout_file
 from miles.utils.tracking_utils.run_folder import record_start
 from miles.utils.tracking_utils.tracking import Tracker
@@ -33,6 +33,7 @@ async def sample_rollouts(args: Args, tracker: Tracker, state: dict[str, Any] | 
     engines = EngineGroup(args, placement)
     manager = create_rollout_manager(args, engines.actors)
     await manager.start.remote()
+    refuse_edited_inputs(args, inputs)
     record_start(args, entry="train", inputs=inputs)
     if state is not None:
         await manager.load_state.remote(state["prompts"])

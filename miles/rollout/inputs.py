@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ Inputs = dict[str, dict[str, str]]
 """Digests of files by their names, by the setting that names them."""
 
 
-def run_inputs(args: Args) -> Inputs:
+def run_inputs(args: Args, *, without: Collection[str] = ()) -> Inputs:
     """Digests of what lies behind each setting of an online run that names a file or folder of the user's.
 
     Of `--prompt-data` the saved state of the prompts has its own. A function is its file, without what that imports;
@@ -45,7 +45,8 @@ def run_inputs(args: Args) -> Inputs:
         digests |= {"custom_rm_path": _of_function, "dynamic_sampling_filter_path": _of_function}
         if not args.rollout_only:
             digests["eval_prompt_data"] = lambda _: {one.path: sha256_file(one.path) for one in args.eval_sets()}
-    return {name: digest(value) for name, digest in digests.items() if (value := getattr(args, name))}
+    wanted = {name: digest for name, digest in digests.items() if name not in without}
+    return {name: digest(value) for name, digest in wanted.items() if (value := getattr(args, name))}
 
 
 def refuse_changed_inputs(args: Args, then: Inputs, now: Inputs) -> None:
@@ -67,6 +68,22 @@ def refuse_changed_inputs(args: Args, then: Inputs, now: Inputs) -> None:
             )
     if lines:
         raise ValueError("\n".join(sorted(lines)))
+
+
+def refuse_edited_inputs(args: Args, inputs: Inputs) -> None:
+    """Compare digests once more when all that they are of has been read, but for kept rollouts, which come one by one.
+
+    Raises:
+        ValueError: a line for each setting whose files have changed since `inputs` were taken.
+    """
+    now = run_inputs(args, without={"load_rollouts"})
+    lines = [
+        f"{flag_of(name)} {getattr(args, name)}: changed while the run started; start it again"
+        for name in now
+        if now[name] != inputs[name]
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 def _of_model(folder: str) -> dict[str, str]:

@@ -178,6 +178,8 @@ def test_resume_that_leaves_out_what_the_run_began_with_records_it_and_loads_the
     assert {name: getattr(resumed, name) for name in head} == head
     assert (resumed.load, resumed.source_of("load")) == (str(seed), "resume")
     assert newest_checkpoints(resumed, state).load == str(saved / "iter_0000001")
+    taken_back = Args.build(resume=True, **common).replace(source="flag", load=None)
+    assert settle(taken_back, state).load == str(seed)
     shutil.rmtree(seed)
     assert settle(Args.build(resume=True, **common), state) == resumed, "what it began with is read again"
     with pytest.raises(ValueError, match=r"--resume: load is '.*/model', the last save was made with '.*/seed'"):

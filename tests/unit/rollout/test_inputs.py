@@ -9,7 +9,7 @@ import pytest
 
 from miles.config import Args
 from miles.rollout import inputs
-from miles.rollout.inputs import refuse_changed_inputs, run_inputs
+from miles.rollout.inputs import refuse_changed_inputs, refuse_edited_inputs, run_inputs
 
 
 @pytest.fixture
@@ -76,6 +76,17 @@ def test_file_that_came_to_the_model_or_went_is_named(settings: dict[str, Any]) 
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"when the run began \(chat_template\.jinja, tokenizer\.json\); give"):
         refuse_changed_inputs(args, then, run_inputs(args))
+
+
+def test_file_that_is_edited_while_the_run_starts_is_refused_by_flag(settings: dict[str, Any], tmp_path: Path) -> None:
+    args = args_of(settings)
+    then = run_inputs(args)
+    refuse_edited_inputs(args, then)
+    append(tmp_path / "reward.py")
+    with pytest.raises(
+        ValueError, match=r"^--custom-rm-path .*reward\.py:reward: changed while the run started; start"
+    ):
+        refuse_edited_inputs(args, then)
 
 
 def test_kept_rollouts_of_another_content_are_refused_and_more_of_them_are_not(tmp_path: Path) -> None:
