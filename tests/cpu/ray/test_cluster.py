@@ -1,5 +1,6 @@
 """What is refused before Ray starts."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from miles.backends.sglang.ports import reserve_port
 from miles.config import Args
 from miles.ray import cluster
 from miles.ray.cluster import check_before_ray_starts
@@ -14,10 +16,18 @@ from miles.ray.cluster import check_before_ray_starts
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port that somebody listens on; the two below it are free, and no connection of anybody's takes them."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+    while True:
+        with (
+            contextlib.suppress(ValueError),
+            reserve_port() as top,
+            reserve_port(top.port - 1),
+            reserve_port(top.port - 2),
+        ):
+            break
+    with socket.create_server(("127.0.0.1", top.port)):
+        yield top.port
 
 
 def settings(model: Path, port: int, **more: Any) -> Args:
