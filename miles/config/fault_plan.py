@@ -13,10 +13,10 @@ STAGES = (
     "advantages",
     "actor",
     "sync",
-    "eval",
     "save",
     "save_state",
     "saved",
+    "eval",
 )
 """Points of a step, in order. `generate` is reached when the first engine works on a request, `save_state`
 between the checkpoints and the state file that makes them count; every other point is the beginning of its stage."""
