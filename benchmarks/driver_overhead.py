@@ -115,7 +115,9 @@ async def measure(args: Args, samples: list[Sample], ranks: int, steps: int) -> 
         carried = time.perf_counter()
 
         class Manager:
-            generate = Simulated(lambda rollout_id, batch=batch: {"batch": batch, "metrics": {}, "warnings": []})
+            generate = Simulated(
+                lambda rollout_id, *, keep, batch=batch: {"batch": batch, "metrics": {}, "warnings": []}
+            )
 
         trainer._manager = Manager
         Simulated.seconds = 0.0
