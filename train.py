@@ -78,9 +78,10 @@ def evaluation_is_due(args: Args, done: int) -> bool:
 
 def owes_evaluation(args: Args, done: int) -> bool:
     """Whether that evaluation is missing: the run has just begun, or ended between a save and what follows it."""
+    if args.rollout_only or not evaluation_is_due(args, done):
+        return False
     assert args.run_dir is not None
-    logged = has_line(Path(args.run_dir) / METRICS_FILE, step=done, stage="eval")
-    return not args.rollout_only and evaluation_is_due(args, done) and not logged
+    return not has_line(Path(args.run_dir) / METRICS_FILE, step=done, stage="eval")
 
 
 async def run(args: Args, trainer: Any, first: int) -> None:

@@ -100,14 +100,12 @@ def _problem_of_message(message: Any) -> str | None:
     if not isinstance(message.get("role"), str):
         return f"must have a role that is text; it has {sorted(message)}"
     content = message.get("content")
+    if content is None and _IN_PLACE_OF_CONTENT & message.keys():
+        return None
+    if "content" not in message:
+        return f"must have content; it has {sorted(message)}"
     if content is None:
-        if _IN_PLACE_OF_CONTENT & message.keys():
-            return None
-        return (
-            "must have content that is text, got null"
-            if "content" in message
-            else (f"must have content; it has {sorted(message)}")
-        )
+        return "must have content that is text, got null"
     parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
     if isinstance(content, str) or parts or message["role"] == "tool":
         return None

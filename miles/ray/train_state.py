@@ -100,8 +100,7 @@ def check_resume(args: Args, state: dict[str, Any]) -> Args:
         The settings that load those checkpoints.
 
     Raises:
-        ValueError: a setting differs from the save's, the prompts are others, or a
-            checkpoint is not the save's.
+        ValueError: a setting differs from the save's, the prompts are others, or a checkpoint is not the save's.
     """
     saved = state["settings"]
     refuse_changed_config(args, saved)
